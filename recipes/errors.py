@@ -28,7 +28,7 @@ class EnginewrightError(Exception):
     `str()` gives the whole text.
     """
 
-    exit_code = 1
+    exit_code = 2
 
     def __init__(
         self, message: str, *, found: object = None, expected: object = None, action: str | None = None
@@ -45,8 +45,6 @@ class EnginewrightError(Exception):
 class InputError(EnginewrightError):
     """What the user gave cannot be used: a path, an option, a recipe, a file on disk."""
 
-    exit_code = 2
-
 
 class CaptureError(EnginewrightError):
     """The model cannot be captured exactly; the message names the module and the reason."""
@@ -62,6 +60,8 @@ class ArtifactError(EnginewrightError):
 
 class VerificationError(EnginewrightError):
     """The engine's answers differ from the source model's by more than the recipe allows."""
+
+    exit_code = 1
 
 
 class RequestError(EnginewrightError):
