@@ -1,10 +1,11 @@
 """ew::activation — one elementwise activation.
 
-    x [T, ...] f32  ->  the same shape;  `kind` is a key of ACTIVATIONS
+x [T, ...] f32  ->  the same shape;  `kind` is a key of ACTIVATIONS
 
-    silu x·σ(x) · gelu x·Φ(x), by erf · gelu_tanh its tanh form · gelu_quick x·σ(1.702 x) · relu · relu2 relu(x)² ·
-    sigmoid σ(x) · tanh.   Sources: Hendrycks & Gimpel 2016 (GELU); So et al. 2021 (squared ReLU).
+silu x·σ(x) · gelu x·Φ(x), by erf · gelu_tanh its tanh form · gelu_quick x·σ(1.702 x) · relu · relu2 relu(x)²
+· sigmoid σ(x) · tanh.   Sources: Hendrycks & Gimpel 2016 (GELU); So et al. 2021 (squared ReLU).
 """
+
 from collections.abc import Callable
 
 import torch

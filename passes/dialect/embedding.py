@@ -2,8 +2,10 @@
 
     ids [T] int32 | int64, weight [V, F]  ->  [T, F] of weight's dtype:  scale · weight[ids + offset]
 
-`offset` is added to the ids (OPT's learned positions start at 2); `scale` multiplies the rows (Gemma's √hidden).
+`offset` is added to the ids (OPT's learned positions start at 2); `scale` multiplies the rows (Gemma's
+√hidden).
 """
+
 import torch
 from torch import Tensor
 
@@ -19,4 +21,6 @@ def shape(ids: Tensor, weight: Tensor, offset: int = 0, scale: float = 1.0) -> T
     return weight.new_empty((ids.shape[0], weight.shape[1]))
 
 
-embedding = define("embedding(Tensor ids, Tensor weight, int offset=0, float scale=1.0) -> Tensor", reference, shape)
+embedding = define(
+    "embedding(Tensor ids, Tensor weight, int offset=0, float scale=1.0) -> Tensor", reference, shape
+)

@@ -5,6 +5,7 @@
 
 Source: Ba, Kiros & Hinton 2016, "Layer Normalization", eq. 4.
 """
+
 import torch
 from torch import Tensor
 
@@ -22,4 +23,6 @@ def shape(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     return x.new_empty(x.shape)
 
 
-layer_norm = define("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", reference, shape)
+layer_norm = define(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", reference, shape
+)

@@ -1,7 +1,8 @@
 """ew::linear — a dense projection of the last dimension.
 
-    x [T, ..., K] f32, weight [N, K], bias [N]?  ->  [T, ..., N]:  x · weightᵀ + bias
+x [T, ..., K] f32, weight [N, K], bias [N]?  ->  [T, ..., N]:  x · weightᵀ + bias
 """
+
 import torch
 from torch import Tensor
 

@@ -6,10 +6,12 @@
 
     expert(x) = down · (activation(gate) · up) + down_bias, gate | up = gate_up · x + gate_up_bias
 
-`activation` is a key of activation.ACTIVATIONS, or `swiglu_oai` (gpt-oss): gate = min(gate, limit), up clamped to
-± limit, then gate·σ(alpha·gate) · (up + 1). `limit` 0 means no clamp. The contributions of a row add in the order j = 0 … k-1.
-Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks", eq. 1; gpt-oss model card 2025.
+`activation` is a key of activation.ACTIVATIONS, or `swiglu_oai` (gpt-oss): gate = min(gate, limit), up
+clamped to ± limit, then gate·σ(alpha·gate) · (up + 1). `limit` 0 means no clamp. The contributions of a row
+add in the order j = 0 … k-1. Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks", eq. 1;
+gpt-oss model card 2025.
 """
+
 from collections.abc import Callable
 
 import torch
@@ -29,9 +31,11 @@ def gate_and_up(gate_up: Tensor, activation: str, alpha: float, limit: float) ->
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
-def route(x: Tensor, topk_index: Tensor, topk_weight: Tensor, experts: int,
-          expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Run `expert(e, rows [n, H])` on the rows that chose it; returns the weighted sum over each row's choices, [T, H]."""
+def route(
+    x: Tensor, topk_index: Tensor, topk_weight: Tensor, experts: int, expert: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """Run `expert(e, rows [n, H])` on the rows that chose it; returns the weighted sum over each row's
+    choices, [T, H]."""
     width = topk_index.shape[1]
     parts = x.new_zeros((x.shape[0], width, x.shape[1]))
     for e in range(experts):
@@ -44,21 +48,46 @@ def route(x: Tensor, topk_index: Tensor, topk_weight: Tensor, experts: int,
     return total
 
 
-def reference(x: Tensor, topk_index: Tensor, topk_weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
-              down: Tensor, down_bias: Tensor | None, activation: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
+def reference(
+    x: Tensor,
+    topk_index: Tensor,
+    topk_weight: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+) -> Tensor:
     def expert(e: int, rows: Tensor) -> Tensor:
-        hidden = torch.nn.functional.linear(rows, gate_up[e], None if gate_up_bias is None else gate_up_bias[e])
+        hidden = torch.nn.functional.linear(
+            rows, gate_up[e], None if gate_up_bias is None else gate_up_bias[e]
+        )
         hidden = gate_and_up(hidden, activation, alpha, limit)
         return torch.nn.functional.linear(hidden, down[e], None if down_bias is None else down_bias[e])
 
     return route(x, topk_index, topk_weight, gate_up.shape[0], expert)
 
 
-def shape(x: Tensor, topk_index: Tensor, topk_weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
-          down: Tensor, down_bias: Tensor | None, activation: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
+def shape(
+    x: Tensor,
+    topk_index: Tensor,
+    topk_weight: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
 moe = define(
     "moe(Tensor x, Tensor topk_index, Tensor topk_weight, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
-    "Tensor? down_bias, str activation, float alpha=1.0, float limit=0.0) -> Tensor", reference, shape)
+    "Tensor? down_bias, str activation, float alpha=1.0, float limit=0.0) -> Tensor",
+    reference,
+    shape,
+)

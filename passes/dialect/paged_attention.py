@@ -5,13 +5,15 @@
     key_pool [pages, page_size, Hk, Dk], value_pool [pages, page_size, Hk, Dv]   (written in place)
     ->  [T, H, Dv] of q's dtype
 
-Rows seq_starts[s] … seq_starts[s+1]-1 are the newest of sequence s, which holds context_lens[s] tokens once they are
-written; so the first of them stands at position context_lens[s] - rows. Position p of sequence s lives in slot
-p % page_size of page page_tables[group, s, p // page_size]. A page that no row of the step can see may be -1.
-Scores are those of `ew::attention`. `group` is the KV group, `layer` the layer's index in that group.
-A pool is whatever type the reference wants to store; keys are read back from it, so its rounding is seen.
-Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
+Rows seq_starts[s] … seq_starts[s+1]-1 are the newest of sequence s, which holds context_lens[s] tokens once
+they are written; so the first of them stands at position context_lens[s] - rows. Position p of sequence s
+lives in slot p % page_size of page page_tables[group, s, p // page_size]. A page that no row of the step can
+see may be -1. Scores are those of `ew::attention`. `group` is the KV group, `layer` the layer's index in that
+group. A pool is whatever type the reference wants to store; keys are read back from it, so its rounding is
+seen. Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+PagedAttention".
 """
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,23 @@ from .attention import attend
 from .registry import define
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: Tensor | None, seq_starts: Tensor,
-              context_lens: Tensor, page_tables: Tensor, key_pool: Tensor, value_pool: Tensor, scale: float,
-              window: int = 0, softcap: float = 0.0, group: int = 0, layer: int = 0) -> Tensor:
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
+    seq_starts: Tensor,
+    context_lens: Tensor,
+    page_tables: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    group: int = 0,
+    layer: int = 0,
+) -> Tensor:
     page_size = key_pool.shape[1]
     out = q.new_zeros((*q.shape[:2], v.shape[2]))
     for s, context in enumerate(context_lens.tolist()):
@@ -41,13 +57,30 @@ def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: Tens
     return out
 
 
-def shape(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: Tensor | None, seq_starts: Tensor,
-          context_lens: Tensor, page_tables: Tensor, key_pool: Tensor, value_pool: Tensor, scale: float,
-          window: int = 0, softcap: float = 0.0, group: int = 0, layer: int = 0) -> Tensor:
+def shape(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
+    seq_starts: Tensor,
+    context_lens: Tensor,
+    page_tables: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    group: int = 0,
+    layer: int = 0,
+) -> Tensor:
     return q.new_empty((*q.shape[:2], v.shape[2]))
 
 
 paged_attention = define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi, Tensor seq_starts, "
-    "Tensor context_lens, Tensor page_tables, Tensor(a!) key_pool, Tensor(b!) value_pool, float scale, int window=0, "
-    "float softcap=0.0, int group=0, int layer=0) -> Tensor", reference, shape)
+    "Tensor context_lens, Tensor page_tables, Tensor(a!) key_pool, Tensor(b!) value_pool, float scale, "
+    "int window=0, float softcap=0.0, int group=0, int layer=0) -> Tensor",
+    reference,
+    shape,
+)

@@ -2,9 +2,10 @@
 
     positions [T] int32 | int64, table [P, ...]  ->  [T, ...] of table's dtype:  table[positions]
 
-Whatever depends on positions alone (cosines and sines of every RoPE type, sinusoids) is evaluated once at build time for
-0 … P-1, P being the engine's maximum context.
+Whatever depends on positions alone (cosines and sines of every RoPE type, sinusoids) is evaluated once at
+build time for 0 … P-1, P being the engine's maximum context.
 """
+
 import torch
 from torch import Tensor
 

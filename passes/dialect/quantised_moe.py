@@ -7,6 +7,7 @@
 
 Formats as in `ew::quantised_linear`: both matrices share them, and both of their inputs are rounded.
 """
+
 import torch
 from torch import Tensor
 
@@ -15,15 +16,35 @@ from .numerics import dequantise, simulate_activation
 from .registry import define
 
 
-def reference(x: Tensor, topk_index: Tensor, topk_weight: Tensor, gate_up_codes: Tensor, gate_up_scales: Tensor | None,
-              gate_up_offsets: Tensor | None, gate_up_bias: Tensor | None, down_codes: Tensor,
-              down_scales: Tensor | None, down_offsets: Tensor | None, down_bias: Tensor | None, activation: str,
-              weight_format: str, activation_format: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
+def reference(
+    x: Tensor,
+    topk_index: Tensor,
+    topk_weight: Tensor,
+    gate_up_codes: Tensor,
+    gate_up_scales: Tensor | None,
+    gate_up_offsets: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down_codes: Tensor,
+    down_scales: Tensor | None,
+    down_offsets: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    weight_format: str,
+    activation_format: str,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+) -> Tensor:
     def of(table: Tensor | None, e: int) -> Tensor | None:
         return None if table is None else table[e]
 
-    def project(rows: Tensor, e: int, codes: Tensor, scales: Tensor | None, offsets: Tensor | None,
-                bias: Tensor | None) -> Tensor:
+    def project(
+        rows: Tensor,
+        e: int,
+        codes: Tensor,
+        scales: Tensor | None,
+        offsets: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
         weight = dequantise(codes[e], of(scales, e), of(offsets, e), weight_format)
         return torch.nn.functional.linear(simulate_activation(rows, activation_format), weight, of(bias, e))
 
@@ -35,15 +56,32 @@ def reference(x: Tensor, topk_index: Tensor, topk_weight: Tensor, gate_up_codes:
     return route(x, topk_index, topk_weight, gate_up_codes.shape[0], expert)
 
 
-def shape(x: Tensor, topk_index: Tensor, topk_weight: Tensor, gate_up_codes: Tensor, gate_up_scales: Tensor | None,
-          gate_up_offsets: Tensor | None, gate_up_bias: Tensor | None, down_codes: Tensor, down_scales: Tensor | None,
-          down_offsets: Tensor | None, down_bias: Tensor | None, activation: str, weight_format: str,
-          activation_format: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
+def shape(
+    x: Tensor,
+    topk_index: Tensor,
+    topk_weight: Tensor,
+    gate_up_codes: Tensor,
+    gate_up_scales: Tensor | None,
+    gate_up_offsets: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down_codes: Tensor,
+    down_scales: Tensor | None,
+    down_offsets: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    weight_format: str,
+    activation_format: str,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
 quantised_moe = define(
-    "quantised_moe(Tensor x, Tensor topk_index, Tensor topk_weight, Tensor gate_up_codes, Tensor? gate_up_scales, "
-    "Tensor? gate_up_offsets, Tensor? gate_up_bias, Tensor down_codes, Tensor? down_scales, Tensor? down_offsets, "
-    "Tensor? down_bias, str activation, str weight_format, str activation_format, float alpha=1.0, float limit=0.0) "
-    "-> Tensor", reference, shape)
+    "quantised_moe(Tensor x, Tensor topk_index, Tensor topk_weight, Tensor gate_up_codes, "
+    "Tensor? gate_up_scales, Tensor? gate_up_offsets, Tensor? gate_up_bias, Tensor down_codes, "
+    "Tensor? down_scales, Tensor? down_offsets, Tensor? down_bias, str activation, str weight_format, "
+    "str activation_format, float alpha=1.0, float limit=0.0) -> Tensor",
+    reference,
+    shape,
+)

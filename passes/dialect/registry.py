@@ -1,9 +1,11 @@
-"""How a dialect op is declared: one schema, one plain torch reference, one shape function, under the namespace `ew`.
+"""How a dialect op is declared: one schema, one plain torch reference, one shape function, under the
+namespace `ew`.
 
-An op is registered with `torch.library`, so it may stand in a graph that torch.export captures, in any `torch.fx` graph,
-and in plain eager code (`torch.ops.ew.<name>`). Shape functions never look at values and never allocate real memory:
-they also run on meta and fake tensors with a symbolic token count.
+An op is registered with `torch.library`, so it may stand in a graph that torch.export captures, in any
+`torch.fx` graph, and in plain eager code (`torch.ops.ew.<name>`). Shape functions never look at values and
+never allocate real memory: they also run on meta and fake tensors with a symbolic token count.
 """
+
 from collections.abc import Callable
 from typing import Any
 

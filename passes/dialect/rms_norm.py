@@ -1,10 +1,13 @@
 """ew::rms_norm — root-mean-square normalisation of the last dimension, computed in f32.
 
-    x [T, ..., D], weight [D]?  ->  [T, ..., D] of x's dtype:  x / √(mean(x²) + eps) · (weight_offset + weight)
+    x [T, ..., D], weight [D]?  ->  [T, ..., D] of x's dtype:  x / √(mean(x²) + eps) · (weight_offset +
+    weight)
 
-`weight_offset` is 0, or 1 for models that store w and multiply by 1 + w (Gemma). Without a weight nothing is multiplied.
-A per-head norm is the same op on [T, heads, D]. Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
+`weight_offset` is 0, or 1 for models that store w and multiply by 1 + w (Gemma). Without a weight nothing is
+multiplied. A per-head norm is the same op on [T, heads, D]. Source: Zhang & Sennrich 2019, "Root Mean Square
+Layer Normalization", eq. 4.
 """
+
 import torch
 from torch import Tensor
 
@@ -23,4 +26,6 @@ def shape(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0
     return x.new_empty(x.shape)
 
 
-rms_norm = define("rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset=0.0) -> Tensor", reference, shape)
+rms_norm = define(
+    "rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset=0.0) -> Tensor", reference, shape
+)

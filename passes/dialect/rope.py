@@ -1,11 +1,13 @@
-"""ew::rope — rotary position embedding of the first `rotary_dim` features of every head; the rest passes through.
+"""ew::rope — rotary position embedding of the first `rotary_dim` features of every head; the rest passes
+through.
 
     x [T, H, D], cos [T, R/2] f32, sin [T, R/2] f32, rotary_dim = R, interleaved  ->  [T, H, D] of x's dtype
 
-Feature pairs (a, b) become (a·cos - b·sin, b·cos + a·sin). Pair i is (x[i], x[i + R/2]), or with `interleaved`
-(x[2i], x[2i + 1]). Any attention factor of a scaled type is already inside cos and sin.
+Feature pairs (a, b) become (a·cos - b·sin, b·cos + a·sin). Pair i is (x[i], x[i + R/2]), or with
+`interleaved` (x[2i], x[2i + 1]). Any attention factor of a scaled type is already inside cos and sin.
 Source: Su et al. 2021, "RoFormer", eq. 34.
 """
+
 import torch
 from torch import Tensor
 
@@ -25,4 +27,8 @@ def shape(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: boo
     return x.new_empty(x.shape)
 
 
-rope = define("rope(Tensor x, Tensor cos, Tensor sin, int rotary_dim, bool interleaved=False) -> Tensor", reference, shape)
+rope = define(
+    "rope(Tensor x, Tensor cos, Tensor sin, int rotary_dim, bool interleaved=False) -> Tensor",
+    reference,
+    shape,
+)

@@ -1,7 +1,8 @@
 """ew::select_rows — keep the rows whose logits are wanted.
 
-    x [T, ...], rows [R] int32  ->  [R, ...] of x's dtype:  x[rows]
+x [T, ...], rows [R] int32  ->  [R, ...] of x's dtype:  x[rows]
 """
+
 import torch
 from torch import Tensor
 
