@@ -1,0 +1,249 @@
+"""The two command lines: `optimize` builds an engine, `engine` looks at one and runs it.
+
+Exit codes: 0 done; 1 verification failed (nothing was published); 2 what was given cannot be used. 130 on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from enginewright.recipes.errors import EnginewrightError, InputError
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+def _reports_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One clear message on stderr instead of a traceback, and the exit code that belongs to it."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except EnginewrightError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted: nothing was left behind", err=True)
+            sys.exit(130)
+        except BrokenPipeError:
+            sys.stderr.close()
+            sys.exit(141)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ optimize
+
+
+def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if not wanted or context.resilient_parsing:
+        return
+    from enginewright.recipes.recipe import list_recipes, load_recipe
+
+    table = Table("recipe", "linears", "embedding", "head", "KV cache", "description", box=None, pad_edge=False)
+    for name in list_recipes():
+        recipe = load_recipe(name)
+        table.add_row(
+            name,
+            recipe.linear.weight,
+            recipe.embedding.weight,
+            recipe.head.weight,
+            recipe.kv_cache.format,
+            recipe.description,
+        )
+    Console().print(table)
+    context.exit(0)
+
+
+@click.command(context_settings=_CONTEXT)
+@click.argument("model")
+@click.option("-r", "--recipe", default="int4", show_default=True, help="A recipe's name, or the path of a YAML file.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The engine's folder [default: engines/MODEL-RECIPE].")
+@click.option("--backend", default="cpu", show_default=True, help="Where the engine will run.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change any field of the recipe.")
+@click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write the graph after every pass to this folder.")
+@click.option("--force", is_flag=True, help="Replace an engine that stands at the output.")
+@click.option("--allow-unverified", is_flag=True, help="Publish the engine even if verification fails; it says so.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of the tables.")
+@click.option(
+    "--list-recipes", is_flag=True, is_eager=True, expose_value=False, callback=_list_recipes, help="List the recipes and stop."
+)
+@click.version_option(package_name="enginewright", prog_name="enginewright")
+@_reports_errors
+def optimize(
+    model: str,
+    recipe: str,
+    output: Path | None,
+    backend: str,
+    overrides: tuple[str, ...],
+    dump: Path | None,
+    force: bool,
+    allow_unverified: bool,
+    as_json: bool,
+) -> None:
+    """Build a verified engine from MODEL: a Hugging Face folder, a .gguf file, or a hub name."""
+    from enginewright.inspection import build_tables
+    from enginewright.progress import Progress
+
+    console = Console(stderr=True)
+    try:
+        from enginewright.build import optimize as build
+    except ModuleNotFoundError as missing:
+        raise InputError(
+            f"building an engine needs the package {missing.name!r}",
+            action="pip install 'enginewright[optimize]' (serving an engine does not need it)",
+        ) from missing
+    report = build(
+        model,
+        recipe=recipe,
+        out=output,
+        backend=backend,
+        overrides=overrides,
+        dump=dump,
+        force=force,
+        allow_unverified=allow_unverified,
+        progress=Progress(console),
+    )
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
+        return
+    for table in build_tables(report):
+        console.print(table)
+    click.echo(str(report.path))
+
+
+# -------------------------------------------------------------------------------------------------- engine
+
+
+@click.group(context_settings=_CONTEXT)
+@click.version_option(package_name="enginewright", prog_name="enginewright")
+def engine() -> None:
+    """Look at an engine and run it."""
+
+
+@engine.command()
+@click.argument("path", metavar="ENGINE")
+@click.option("--check", is_flag=True, help="Hash every file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+@_reports_errors
+def inspect(path: str, check: bool, as_json: bool) -> None:
+    """Show what ENGINE is: model, recipe, passes, KV groups, sizes, verification."""
+    from enginewright.backends.artifact import open_engine
+    from enginewright.inspection import engine_tables
+
+    artifact = open_engine(path, check=check)
+    if as_json:
+        click.echo(json.dumps(artifact.manifest, indent=1, ensure_ascii=False))
+        return
+    console = Console()
+    for table in engine_tables(artifact):
+        console.print(table)
+    if check:
+        console.print("every file's hash is right")
+
+
+@engine.command()
+@click.argument("path", metavar="ENGINE")
+@click.argument("prompts", metavar="PROMPT...", nargs=-1, required=True)
+@click.option("--chat", is_flag=True, help="Each PROMPT is a user's message: apply the model's chat template.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="New tokens a prompt.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Sampling noise is a function of seed and position.")
+@click.option("--threads", type=click.IntRange(min=1), help="[default: what the machine and its limits allow]")
+@click.option("--weights", type=click.Choice(["mmap", "copy"]), default="mmap", show_default=True, help="Share pages, or copy.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past end-of-sequence tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each prompt.")
+@_reports_errors
+def generate(
+    path: str,
+    prompts: tuple[str, ...],
+    chat: bool,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    threads: int | None,
+    weights: str,
+    ignore_eos: bool,
+    as_json: bool,
+) -> None:
+    """Continue each PROMPT with ENGINE; text streams as it comes."""
+    from enginewright.runtime.engine import load
+
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "chat": chat, "ignore_eos": ignore_eos}
+    with load(path, threads=threads, weights=weights) as loaded:
+        if as_json:
+            for completion in loaded.generate(list(prompts), **options):
+                click.echo(json.dumps(completion.to_dict(), ensure_ascii=False))
+            return
+        _stream(loaded, list(prompts), options)
+
+
+def _stream(loaded: Any, prompts: list[str], options: dict[str, Any]) -> None:
+    """Print the text of one prompt as it comes; of several, the first as it comes and the others in order after it."""
+    waiting: dict[int, list[str]] = {index: [] for index in range(len(prompts))}
+    finished: set[int] = set()
+    current = 0
+    if len(prompts) > 1:
+        click.secho(f"[1] {prompts[0]}", dim=True)
+    for event in loaded.stream(prompts, **options):
+        if event.index == current:
+            click.echo(event.text, nl=False)
+            sys.stdout.flush()
+        else:
+            waiting[event.index].append(event.text)
+        if event.finish_reason is not None:
+            finished.add(event.index)
+        while current in finished:
+            click.echo()
+            current += 1
+            if current < len(prompts):
+                click.secho(f"\n[{current + 1}] {prompts[current]}", dim=True)
+                click.echo("".join(waiting.pop(current)), nl=False)
+
+
+@engine.command()
+@click.argument("path", metavar="ENGINE")
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), help="Batch sizes [default: 1 4 16 32].")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="The median of this many runs is given.")
+@click.option("--threads", type=click.IntRange(min=1))
+@click.option("--weights", type=click.Choice(["mmap", "copy"]), default="mmap", show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+@_reports_errors
+def bench(
+    path: str,
+    batches: tuple[int, ...],
+    prompt_tokens: int,
+    new_tokens: int,
+    repeat: int,
+    threads: int | None,
+    weights: str,
+    as_json: bool,
+) -> None:
+    """Measure ENGINE: prefill and decode tokens/s, load time, memory, with the machine's read bandwidth beside."""
+    from enginewright.inspection import bench_table
+    from enginewright.runtime.bench import bench as measure
+
+    figures = measure(
+        path,
+        batches=list(batches) or [1, 4, 16, 32],
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repeat=repeat,
+        threads=threads,
+        weights=weights,
+    )
+    if as_json:
+        click.echo(json.dumps(figures, indent=1))
+    else:
+        Console().print(bench_table(figures))

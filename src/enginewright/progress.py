@@ -1,0 +1,65 @@
+"""What a person sees while an engine is built: the running stage with a clock, then one line for each that is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+
+@dataclass
+class StageRecord:
+    """One finished stage or pass: `seconds` of wall clock, `matches` for a pass, a few words of `detail`."""
+
+    name: str
+    seconds: float
+    matches: int | None = None
+    detail: str = ""
+
+
+@dataclass
+class Progress:
+    """Collects the records of a build and shows them on `console` (None shows nothing)."""
+
+    console: Console | None = None
+    records: list[StageRecord] = field(default_factory=list)
+    _status: Status | None = None
+    _stage: str = ""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[StageRecord]:
+        """Time a stage. The body may set `detail` on the record that it gets."""
+        record = StageRecord(name, 0.0)
+        started = time.perf_counter()
+        self._stage = name
+        try:
+            if self.console is None:
+                yield record
+            else:
+                with self.console.status(f"{name} …") as self._status:
+                    yield record
+        finally:
+            self._status = None
+        record.seconds = time.perf_counter() - started
+        self.add(record)
+
+    def update(self, text: str) -> None:
+        """Say what the running stage is at."""
+        if self._status is not None:
+            self._status.update(f"{self._stage} … {escape(text)}")
+
+    def add(self, record: StageRecord, indent: int = 0) -> None:
+        """Keep a finished record and print its line."""
+        self.records.append(record)
+        if self.console is None:
+            return
+        matches = "" if record.matches is None else f"{record.matches} match{'' if record.matches == 1 else 'es'}"
+        detail = "  ".join(part for part in (matches, escape(record.detail)) if part)
+        self.console.print(
+            f"[dim]{record.seconds:7.2f} s[/dim]  {' ' * indent}{record.name:<{22 - indent}}  {detail}", highlight=False
+        )
