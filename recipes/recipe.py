@@ -1,7 +1,8 @@
 """Recipes: what to do to a model, as data.
 
 A recipe is a YAML file of formats and of limits that the finished engine must keep. Loading resolves
-`extends`, then the `--set` overrides, then checks every key and value; the result is a tree of frozen dataclasses.
+`extends`, then the `--set` overrides, then checks every key and value. The result is a tree of frozen
+dataclasses.
 
     extends: int4                                       # a recipe's name, or a path relative to this file
     overrides:                                          # the last pattern that matches a module decides
@@ -186,7 +187,7 @@ def _overrides(value: Any, key: str) -> tuple[Override, ...]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One resolved recipe. `router` is the linear that scores experts: small, and wrong choices are costly."""
+    """One resolved recipe. `router` is the linear that scores experts: small, and wrong choices cost much."""
 
     name: str = field(metadata=_by(_text))
     linear: Linear = field(metadata=_by(_section(Linear)))
