@@ -1,19 +1,21 @@
-// The paged key/value cache and attention: data layout and the kernels' interface.
+// The paged key/value cache and attention: the data's layout and the kernels' interface.
 //
-// A pool layer is an array of pages; a page holds `page_size` consecutive tokens of one sequence for every kv head:
+// A pool layer is an array of pages, 64-byte aligned. A page holds `page_size` consecutive tokens of one sequence for
+// every kv head, in blocks of 16 tokens:
 //
-//   page  = [kv_head][page_size / 16 blocks]
-//   block = [K block | V block], 16 tokens of one head
+//   page  = [kv_head][page_size / 16] blocks
+//   block = [K block | V block]
 //
 //   format   K block                             V block
 //   f32      [key_dim][16 tokens]                [16 tokens][value_dim padded to 16]
-//   bf16     [ceil(key_dim / 2)][16 tokens][2]   [8 token pairs][value_dim padded to 16][2]
+//   bf16     [key_dim / 2, up][16 tokens][2]     [8 token pairs][value_dim padded to 16][2]
 //
-// So sixteen scores, or sixteen output columns, are one vector; every block is a whole number of cache lines.
+// So 64 bytes are 16 tokens of a key feature (or of a pair), and 16 value features of a token (or of a pair), and one
+// loop over 64-byte steps serves every format.
 //
-// Attention works on spans of 512 keys that begin at absolute multiples of 512. Each span is summed from a fresh
-// state and the states are merged in order, so a row's bits depend only on its query, its position and the cached
-// keys and values: not on the other rows of the call, nor on which threads computed which span.
+// Keys are summed in spans of 512 that begin at absolute multiples of 512. Each span starts from a fresh state, and
+// the states are merged in order. A row's bits therefore depend on its query, its position and the cached keys and
+// values alone: not on the other rows of the call, nor on which thread computed which span.
 #pragma once
 
 #include <cstddef>
@@ -25,102 +27,98 @@ enum class KvFormat : int32_t { f32 = 0, bf16 = 1 };
 
 constexpr int kKvBlockTokens = 16;
 constexpr int kAttentionSpan = 512;
-constexpr int kMaxTileRows = 6;         // query rows that share each load of keys and values
-constexpr int kAttentionChunkRows = 96; // query rows whose states are kept while one span's keys are in cache
+constexpr int kMaxTileQueries = 6;    // queries that share each load of keys and values
+constexpr int kMaxChunkQueries = 96;  // queries that go through a span while its keys and values are in cache
 
 struct KvLayout {
-    KvFormat format;
-    int kv_heads, key_dim, value_dim;
-    int page_size;         // tokens, 16 or 32
-    int64_t k_block_bytes; // 16 tokens of one head
-    int64_t v_block_bytes;
-    int64_t block_bytes; // k + v
-    int64_t page_bytes;  // all heads of one page
-
-    int64_t value_dim_padded() const { return (value_dim + 15) / 16 * 16; }
+  KvFormat format;
+  int kv_heads, key_dim, value_dim;
+  int page_size;                         // tokens: 16 or 32
+  int64_t k_block_bytes, v_block_bytes;  // 16 tokens of one head
+  int64_t block_bytes;                   // both
+  int64_t page_bytes;                    // all heads of one page
 };
 
-inline KvLayout make_kv_layout(KvFormat format, int kv_heads, int key_dim, int value_dim, int page_size) {
-    KvLayout layout{format, kv_heads, key_dim, value_dim, page_size, 0, 0, 0, 0};
-    const int64_t key_elements = format == KvFormat::bf16 ? (key_dim + 1) / 2 * 2 : key_dim;
-    const int64_t element_bytes = format == KvFormat::bf16 ? 2 : 4;
-    layout.k_block_bytes = key_elements * kKvBlockTokens * element_bytes;
-    layout.v_block_bytes = layout.value_dim_padded() * kKvBlockTokens * element_bytes;
-    layout.block_bytes = layout.k_block_bytes + layout.v_block_bytes;
-    layout.page_bytes = layout.block_bytes * (page_size / kKvBlockTokens) * kv_heads;
-    return layout;
+static inline int64_t padded_to_16(int64_t n) { return (n + 15) / 16 * 16; }
+
+static inline KvLayout make_kv_layout(KvFormat format, int kv_heads, int key_dim, int value_dim, int page_size) {
+  KvLayout layout{format, kv_heads, key_dim, value_dim, page_size, 0, 0, 0, 0};
+  const int64_t pack = format == KvFormat::bf16 ? 2 : 1;  // values of 4 bytes
+  layout.k_block_bytes = (key_dim + pack - 1) / pack * 64;
+  layout.v_block_bytes = kKvBlockTokens / pack * padded_to_16(value_dim) * 4;
+  layout.block_bytes = layout.k_block_bytes + layout.v_block_bytes;
+  layout.page_bytes = layout.block_bytes * (page_size / kKvBlockTokens) * kv_heads;
+  return layout;
 }
 
 struct AttentionShape {
-    int q_heads;         // a multiple of kv_heads; q head h reads kv head h / (q_heads / kv_heads)
-    float scale;         // scores are scale * (q . k)
-    float softcap;       // 0, or the cap: scores become cap * tanh(score / cap)
-    int window;          // 0, or the number of keys a query sees: position - window + 1 .. position
-    const float *sinks;  // null, or [q_heads]: a logit that joins the softmax's denominator
-    const float *alibi;  // null, or [q_heads]: slope * (key position - query position) joins the score
+  int q_heads;         // a multiple of kv_heads; query head h reads kv head h / (q_heads / kv_heads)
+  float scale;         // a score is scale * (q . k)
+  float softcap;       // 0, or cap: the score becomes cap * tanh(score / cap)
+  int window;          // 0, or how many keys a query sees: position - window + 1 .. position
+  const float* sinks;  // null, or [q_heads]: a logit that joins the softmax's denominator only
+  const float* alibi;  // null, or [q_heads]: slope * (key position - query position) is added to the score
 };
 
-// The first key a query at `position` sees.
-inline int first_key(const AttentionShape &shape, int position) {
-    return shape.window > 0 && position >= shape.window ? position - shape.window + 1 : 0;
-}
-// The spans a query at `position` needs: first_span .. last_span, both included.
-inline int first_span(const AttentionShape &shape, int position) {
-    return first_key(shape, position) / kAttentionSpan;
-}
-inline int last_span(int position) { return position / kAttentionSpan; }
-
-// The state of one query row (one head of one token) over one span: floats
-//   [0] the largest score in base-2 units, [1] the sum of exponentials (0: the row sees no key of the span),
-//   [16 ..] the unnormalised output, value_dim padded to 16.
-inline int64_t attention_state_floats(const KvLayout &layout) { return 16 + layout.value_dim_padded(); }
-
-// Query rows of one kv head for `rows` tokens: state index = row * (q_heads / kv_heads) + head within the group.
-inline int64_t attention_states(const AttentionShape &shape, const KvLayout &layout, int rows) {
-    return int64_t(rows) * (shape.q_heads / layout.kv_heads);
+/// The first key that a query at `position` sees; the last is `position` itself.
+static inline int first_key(const AttentionShape& shape, int position) {
+  return shape.window > 0 && position >= shape.window ? position - shape.window + 1 : 0;
 }
 
-// Bytes a thread must own to call `attention` or `attention_span`, for any number of rows. 64-byte aligned.
-inline size_t attention_scratch_bytes(const KvLayout &layout) {
-    const size_t query = size_t(kAttentionChunkRows) * ((layout.key_dim + 15) / 16 * 16 + 16) * 4;
-    const size_t scores = size_t(kMaxTileRows) * (kAttentionSpan + 16) * 4;
-    const size_t states = size_t(kAttentionChunkRows + kMaxTileRows) * attention_state_floats(layout) * 4;
-    return query + 2 * scores + states + 4096;
+/// A query at `position` needs spans first_span .. last_span, both included.
+static inline int first_span(const AttentionShape& shape, int position) {
+  return first_key(shape, position) / kAttentionSpan;
+}
+static inline int last_span(int position) { return position / kAttentionSpan; }
+
+/// Floats of one query's state over some keys: [0] the largest score in base-2 units, [1] the sum of exponentials
+/// (0 where the query sees none of the keys), [16..] the unnormalised output.
+static inline int64_t attention_state_floats(const KvLayout& layout) { return 16 + padded_to_16(layout.value_dim); }
+
+/// Bytes that a thread must bring to `attention` or `attention_span`, 64-byte aligned, for any number of rows.
+static inline size_t attention_scratch_bytes(const KvLayout& layout) {
+  const int64_t queries = kMaxChunkQueries * (padded_to_16(layout.key_dim) + 16);
+  const int64_t scores = kMaxTileQueries * (kAttentionSpan + 16);
+  const int64_t states = (kMaxChunkQueries + kMaxTileQueries) * attention_state_floats(layout);
+  return static_cast<size_t>(queries + 2 * scores + states) * 4;
 }
 
-// This part's entries of an instruction set's kernel table.
+/// This part of an instruction set's kernel table. A "row" is one token; its queries are the q_heads / kv_heads query
+/// heads that read the given kv head.
 struct AttentionKernels {
-    // Stores one token's keys and values of kv heads [head0, head1) in its page. k: [kv_heads][key_dim],
-    // v: [kv_heads][value_dim]. Different tokens of a page may be written by different threads.
-    void (*kv_write)(const KvLayout &, uint8_t *page, int slot, const float *k, const float *v, int head0, int head1);
+  /// Stores one token's keys and values of kv heads [head0, head1) in slot `slot` of its page.
+  /// k: [kv_heads][key_dim], v: [kv_heads][value_dim]. Threads may write different tokens of one page at once.
+  void (*kv_write)(const KvLayout&, uint8_t* page, int slot, const float* k, const float* v, int head0, int head1);
 
-    // Rotates the first rotary_dim features of each head of one token, in place. cos, sin: [rotary_dim / 2].
-    void (*rope)(float *x, int64_t heads, int64_t head_stride, const float *cos, const float *sin, int rotary_dim,
-                 bool interleaved);
+  /// Rotates the first `rotary_dim` features of each head of one token, in place. cos, sin: [rotary_dim / 2].
+  /// Feature i pairs with i + rotary_dim / 2, or 2 i with 2 i + 1 where interleaved.
+  void (*rope)(float* x, int64_t heads, int64_t head_stride, const float* cos, const float* sin, int rotary_dim,
+               bool interleaved);
 
-    // Attention of `rows` tokens of one sequence for the query heads of one kv head. Row r sits at positions[r] and
-    // sees keys first_key(positions[r]) .. positions[r], all of them written. q points at the first query head of
-    // the kv head in row 0 and out likewise; heads lie key_dim (value_dim) apart, rows ldq (ldo) floats apart.
-    // page_table: the sequence's; entries before the page of the earliest visible key are never read from.
-    void (*attention)(const AttentionShape &, const KvLayout &, const uint8_t *pool_layer, const int32_t *page_table,
-                      int kv_head, const float *q, int64_t ldq, const int32_t *positions, int rows, float *out,
-                      int64_t ldo, void *scratch);
+  /// Attention of `rows` tokens of one sequence for one kv head. Row r sits at positions[r] and sees the keys
+  /// first_key(positions[r]) .. positions[r], which are written. `q` points at the first of the kv head's query heads
+  /// in row 0, `out` likewise; heads lie key_dim (value_dim) apart, rows ldq (ldo) floats apart.
+  /// `page_table` is the sequence's; entries of pages wholly before the first visible key may be anything.
+  void (*attention)(const AttentionShape&, const KvLayout&, const uint8_t* pool_layer, const int32_t* page_table,
+                    int kv_head, const float* q, int64_t ldq, const int32_t* positions, int rows, float* out,
+                    int64_t ldo, void* scratch);
 
-    // The same in two steps, to divide one long context among threads: the states of one span of keys
-    // (attention_states() of them, attention_state_floats() apart), then the merge of consecutive spans, whose
-    // arrays of states lie `span_stride` floats apart. The result is bit for bit that of `attention`.
-    void (*attention_span)(const AttentionShape &, const KvLayout &, const uint8_t *pool_layer,
-                           const int32_t *page_table, int kv_head, const float *q, int64_t ldq,
-                           const int32_t *positions, int rows, int span, float *states, void *scratch);
-    void (*attention_merge)(const AttentionShape &, const KvLayout &, int kv_head, int rows, const float *states,
-                            int64_t span_stride, int spans, float *out, int64_t ldo);
+  /// The same in two steps, to divide a long context among threads: the states of one span of keys, at
+  /// states[(row * q_heads / kv_heads + head) * attention_state_floats()], 64-byte aligned ...
+  void (*attention_span)(const AttentionShape&, const KvLayout&, const uint8_t* pool_layer, const int32_t* page_table,
+                         int kv_head, const float* q, int64_t ldq, const int32_t* positions, int rows, int span,
+                         float* states, void* scratch);
+  /// ... then the merge of `spans` consecutive ones, `span_stride` floats apart, ascending from the first span of any
+  /// row to the last. Overwrites the first span's states. `out` is bit for bit that of `attention`.
+  void (*attention_merge)(const AttentionShape&, const KvLayout&, int kv_head, int rows, float* states,
+                          int64_t span_stride, int spans, float* out, int64_t ldo);
 
-    // Index of the largest of n values (the lowest index on ties); -1 where any value is NaN.
-    int64_t (*argmax)(const float *x, int64_t n);
-    // log(sum(exp(x))) of n values.
-    float (*logsumexp)(const float *x, int64_t n);
-    // y = softmax(x) of n values; y may be x.
-    void (*softmax)(const float *x, float *y, int64_t n);
+  /// Index of the largest of n values, the lowest on ties; -1 where any value is NaN.
+  int64_t (*argmax)(const float* x, int64_t n);
+  /// log(sum(exp(x))) of n values; NaN where any is.
+  float (*logsumexp)(const float* x, int64_t n);
+  /// y = softmax(x) of n values; y may be x.
+  void (*softmax)(const float* x, float* y, int64_t n);
 };
 
-} // namespace ew
+}  // namespace ew
