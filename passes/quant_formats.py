@@ -171,19 +171,22 @@ def _symmetric(x: Tensor, valid: Tensor, form: WeightFormat, shrink: float) -> t
 
 
 def _asymmetric(x: Tensor, valid: Tensor, form: WeightFormat, shrink: float) -> tuple[Tensor, Tensor, Tensor]:
-    """codes in 0 … 15 with w = scale · code + offset; the scale spans from the offset as rounded to the
-    maximum.""" low = torch.where(valid, x, torch.inf).amin(-1) high = torch.where(valid, x,
-    -torch.inf).amax(-1) middle, reach = (high + low) / 2, (high - low) * (shrink / 2) offsets = (low if
-    shrink == 1.0 else middle - reach).half().float() top = high if shrink == 1.0 else middle + reach scales
-    = _half(((top - offsets) / 15).clamp(min=0)) codes = torch.round((x - offsets[..., None]) /
-    _divisor(scales)[..., None]).clamp_(0, 15) return torch.where(valid & (scales > 0)[..., None], codes,
-    0.0), scales, offsets
+    """codes in 0 … 15 with w = scale · code + offset; the scale reaches from the rounded offset to the top."""
+    low = torch.where(valid, x, torch.inf).amin(-1)
+    high = torch.where(valid, x, -torch.inf).amax(-1)
+    middle, reach = (high + low) / 2, (high - low) * (shrink / 2)
+    offsets = (low if shrink == 1.0 else middle - reach).half().float()
+    top = high if shrink == 1.0 else middle + reach
+    scales = _half(((top - offsets) / 15).clamp(min=0))
+    codes = torch.round((x - offsets[..., None]) / _divisor(scales)[..., None]).clamp_(0, 15)
+    return torch.where(valid & (scales > 0)[..., None], codes, 0.0), scales, offsets
 
 
 def _half(scales: Tensor) -> Tensor:
-    """Round to float16; where float16 is coarse (below its normal range) upwards, so that no code
-    saturates.""" nearest = scales.half().float() raised = torch.where(nearest < scales, nearest + 2.0**-24,
-    nearest) return torch.where(scales < _SMALLEST_NORMAL_F16, raised, nearest)
+    """Round to float16; below its normal range, where it is coarse, upwards, so that no code saturates."""
+    nearest = scales.half().float()
+    raised = torch.where(nearest < scales, nearest + 2.0**-24, nearest)
+    return torch.where(scales < _SMALLEST_NORMAL_F16, raised, nearest)
 
 
 def _divisor(scales: Tensor) -> Tensor:
@@ -216,9 +219,8 @@ def quantise_weight(weight: Weight, weight_format: str, search: str = "minmax") 
 
 
 def streams_rows(weight: Weight) -> bool:
-    """Whether `load_rows` reads only those rows (a transposed or reshaped matrix would be loaded whole each
-    time).""" return type(weight).load_rows is not Weight.load_rows and all(map(streams_rows,
-    weight.sources))
+    """Whether `load_rows` reads only those rows (a transposed matrix is loaded whole each time)."""
+    return type(weight).load_rows is not Weight.load_rows and all(map(streams_rows, weight.sources))
 
 
 def concatenate(tensors: Sequence[QuantTensor], dim: int = 0) -> QuantTensor:

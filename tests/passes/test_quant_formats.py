@@ -1,4 +1,4 @@
-"""Rounding to nearest against a NumPy oracle written from the formats' definitions, at even and odd shapes."""
+"""Rounding to nearest against a NumPy oracle written from the definitions, at even and odd shapes."""
 
 import numpy as np
 import pytest
@@ -55,12 +55,13 @@ def test_equals_the_oracle(name, shape):
     codes, scales, offsets = oracle(weight.numpy(), name)
     form = FORMATS[name]
     assert result.codes.dtype == form.code_dtype and tuple(result.codes.shape) == shape
-    np.testing.assert_allclose(result.scales.numpy(), scales, rtol=2e-7, atol=2.0**-24 if shape[1] == 1 else
-    0) if form.symmetric:
+    slack = 2.0**-24 if shape[1] == 1 else 0  # one value a group: the scale is what float16 lost of it
+    np.testing.assert_allclose(result.scales.numpy(), scales, rtol=2e-7, atol=slack)
+    if form.symmetric:
         assert result.offsets is None
     else:
         np.testing.assert_array_equal(result.offsets.numpy(), offsets)
-    if shape[1] > 1 or form.symmetric:  # one value a group: the scale is what float16 lost of it
+    if shape[1] > 1 or form.symmetric:
         np.testing.assert_array_equal(result.codes.numpy().astype(np.int32), codes)
 
 
@@ -128,10 +129,12 @@ def test_bf16_is_a_cast():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_stand_alone(name):
-    """Quantising a concatenation along the outputs equals concatenating quantised matrices, stacked or
-    not.""" first, second = matrix(6, 72), matrix(5, 72, seed=3) joined = concatenate([quantise_rtn(first,
-    name), quantise_rtn(second, name)]) whole = quantise_rtn(torch.cat([first, second]), name) stack =
-    quantise_rtn(torch.stack([first, first]), name) for part in ("codes", "scales", "offsets"):
+    """Quantising a concatenation along the outputs equals concatenating quantised matrices."""
+    first, second = matrix(6, 72), matrix(5, 72, seed=3)
+    joined = concatenate([quantise_rtn(first, name), quantise_rtn(second, name)])
+    whole = quantise_rtn(torch.cat([first, second]), name)
+    stack = quantise_rtn(torch.stack([first, first]), name)
+    for part in ("codes", "scales", "offsets"):
         a, b, c = getattr(joined, part), getattr(whole, part), getattr(stack, part)
         assert (a is None and b is None) or torch.equal(a, b)
         assert c is None or torch.equal(c[1], a[:6])
