@@ -1,0 +1,211 @@
+"""The command lines as a user meets them: what they build, and what they say to what they cannot use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from enginewright.cli import engine, optimize
+from tests.passes.architectures import folder, save
+
+
+def run_optimize(*arguments: object) -> Result:
+    return CliRunner().invoke(optimize, [str(argument) for argument in arguments])
+
+
+def run_engine(*arguments: object) -> Result:
+    return CliRunner().invoke(engine, [str(argument) for argument in arguments])
+
+
+def refused(result: Result, *words: str) -> None:
+    """Exit 2, one message without a traceback that holds `words`."""
+    assert result.exit_code == 2, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in result.output, f"{word!r} is missing in:\n{result.output}"
+
+
+def nothing_left(parent: Path, *expected: str) -> None:
+    assert sorted(entry.name for entry in parent.iterdir()) == sorted(expected)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("engines") / "llama"
+    result = run_optimize(folder("llama"), "--recipe", "fp32", "-o", out)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_optimize_inspect_generate(built: Path) -> None:
+    shown = run_engine("inspect", built, "--check")
+    assert shown.exit_code == 0, shown.output
+    for word in ("llama", "fp32", "insert_paged_kv", "passed", "weights.bin"):
+        assert word in shown.output
+    text = run_engine("generate", built, "w5 w6 w7", "--max-tokens", 5, "--ignore-eos")
+    assert text.exit_code == 0, text.output
+    lines = run_engine("generate", built, "w5 w6 w7", "w8", "--max-tokens", 5, "--ignore-eos", "--json").output.splitlines()
+    objects = [json.loads(line) for line in lines]
+    assert [entry["prompt"] for entry in objects] == ["w5 w6 w7", "w8"]
+    for entry in objects:
+        assert {"prompt", "prompt_token_ids", "token_ids", "logprobs", "text", "finish_reason"} <= entry.keys()
+        assert len(entry["token_ids"]) == len(entry["logprobs"]) == 5
+        assert entry["finish_reason"] == "length"
+    assert objects[0]["text"].strip() in text.output
+
+
+def test_json_reports_the_build(tmp_path: Path) -> None:
+    result = CliRunner().invoke(optimize, [str(folder("qwen2")), "--recipe", "fp32", "-o", str(tmp_path / "e"), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["manifest"]["verification"]["verdict"] == "passed"
+    assert {"name", "matches", "seconds", "notes"} <= report["passes"][0].keys()
+
+
+def test_dump_writes_a_graph_after_every_pass(tmp_path: Path) -> None:
+    result = run_optimize(folder("llama"), "--recipe", "fp32", "-o", tmp_path / "e", "--dump", tmp_path / "graphs", "--json")
+    assert result.exit_code == 0, result.output
+    names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
+    assert len(names) >= 10
+    assert any("insert_paged_kv" in name for name in names)
+
+
+def test_list_recipes() -> None:
+    result = run_optimize("--list-recipes")
+    assert result.exit_code == 0
+    for name in ("fp32", "bf16", "int8", "int4", "keep"):
+        assert name in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/no/such/model"], ["/no/such/model"]),
+        (["some-org/some-model"], ["network"]),
+        (["{model}", "--recipe", "int5"], ["int5", "int4"]),
+        (["{model}", "--set", "linear.wieght=int8"], ["wieght", "weight"]),
+        (["{model}", "--set", "linear.weight=int5"], ["int5"]),
+        (["{model}", "--set", "linear.weight"], ["key=value"]),
+        (["{model}", "--backend", "abacus"], ["abacus", "cpu"]),
+        (["{model}", "--set", "max_context=100000"], ["100000"]),
+    ],
+)
+def test_bad_input_is_refused(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    filled = [argument.format(model=folder("llama")) for argument in arguments]
+    refused(run_optimize(*filled, "-o", tmp_path / "engine"), *words)
+    nothing_left(tmp_path)
+
+
+def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "bert"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
+    refused(run_optimize(model, "-o", tmp_path / "engine"), "bert")
+    nothing_left(tmp_path, "bert")
+
+
+def test_a_hybrid_is_refused_by_name(tmp_path: Path) -> None:
+    model = tmp_path / "mamba"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+    refused(run_optimize(model, "-o", tmp_path / "engine"), "mamba")
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "extra"])
+def test_damaged_shards(tmp_path: Path, damage: str) -> None:
+    model = tmp_path / "model"
+    save("llama", model)
+    weights = model / "model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    else:
+        shutil.copy(weights, model / "model-00002-of-00002.safetensors")
+    result = run_optimize(model, "--recipe", "fp32", "-o", tmp_path / "engine")
+    if damage == "extra":  # a stray file beside the right one is reported, and changes nothing
+        assert result.exit_code == 0, result.output
+        assert "model-00002-of-00002.safetensors" in (tmp_path / "engine" / "build.json").read_text()
+    else:
+        refused(result, "safetensors")
+        nothing_left(tmp_path, "model")
+
+
+def test_an_existing_output_is_kept(tmp_path: Path, built: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years")
+    refused(run_optimize(folder("llama"), "--recipe", "fp32", "-o", precious), "exists")
+    refused(run_optimize(folder("llama"), "--recipe", "fp32", "-o", precious, "--force"), "not an engine")
+    assert (precious / "thesis.txt").read_text() == "years"
+    copy = tmp_path / "engine"
+    shutil.copytree(built, copy)
+    refused(run_optimize(folder("llama"), "--recipe", "fp32", "-o", copy), "--force")
+    assert run_optimize(folder("llama"), "--recipe", "fp32", "-o", copy, "--force").exit_code == 0
+
+
+def test_a_failed_verification_publishes_nothing(tmp_path: Path) -> None:
+    strict = ["--recipe", "int4", "--set", "verify.max_kl=1e-12", "-o", tmp_path / "engine"]
+    result = run_optimize(folder("llama"), *strict)
+    assert result.exit_code == 1, result.output
+    assert "kl" in result.output and "Traceback" not in result.output
+    nothing_left(tmp_path)
+    allowed = run_optimize(folder("llama"), *strict, "--allow-unverified")
+    assert allowed.exit_code == 0, allowed.output
+    assert json.loads((tmp_path / "engine" / "engine.json").read_text())["verification"]["verdict"] == "failed"
+
+
+@pytest.mark.parametrize("delay", [0.5, 4.0, 7.0])
+def test_ctrl_c_leaves_nothing(tmp_path: Path, delay: float) -> None:
+    command = [sys.executable, "-c", "from enginewright.cli import optimize; optimize()", str(folder("gemma3_text"))]
+    process = subprocess.Popen([*command, "-o", str(tmp_path / "engine")], stderr=subprocess.PIPE, text=True)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    if process.returncode == 0:  # it had finished: then the engine is whole
+        assert run_engine("inspect", tmp_path / "engine", "--check").exit_code == 0
+        return
+    if delay > 1:  # Python itself may still be starting at the first instant
+        assert "Traceback" not in errors, errors
+    nothing_left(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True).returncode != 0:
+        pytest.skip("this machine does not let a test mount a file system")
+    try:
+        refused(run_optimize(folder("llama"), "--recipe", "fp32", "-o", small / "engine"), "disk is full")
+        nothing_left(small)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_generate_refuses_what_it_cannot_use(tmp_path: Path, built: Path) -> None:
+    refused(run_engine("generate", tmp_path / "none", "x"), "none")
+    refused(run_engine("generate", folder("llama"), "x"), "not an engine")
+    refused(run_engine("generate", built, "w5", "--chat"), "chat template")
+    refused(run_engine("generate", built, "w5 " * 300), "256")
+    copy = tmp_path / "future"
+    shutil.copytree(built, copy)
+    manifest = json.loads((copy / "engine.json").read_text())
+    (copy / "engine.json").write_text(json.dumps({**manifest, "format_version": 99}))
+    refused(run_engine("generate", copy, "w5"), "99", "rebuild")
+
+
+def test_the_same_inputs_give_the_same_bytes(tmp_path: Path, built: Path) -> None:
+    again = tmp_path / "again"
+    assert run_optimize(folder("llama"), "--recipe", "fp32", "-o", again).exit_code == 0
+    assert (again / "engine.json").read_bytes() == (built / "engine.json").read_bytes()
