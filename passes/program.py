@@ -95,6 +95,9 @@ class Program:
     ):
         self.graph_module = fx.GraphModule(torch.nn.Module(), fx.Graph(), "Program")
         self.graph_module.graph = graph
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                self._allow_name(str(node.target))
         self.stage = stage
         self.weights = dict(weights)
         self.facts = facts
@@ -161,10 +164,17 @@ class Program:
                 break
             last = node
         weight = self.weights[name]
+        self._allow_name(name)
         with self.graph.inserting_after(last) if last else self.graph.inserting_before():
             node = self.graph.create_node("get_attr", name, name=_identifier(name))
         node.meta = {"val": self.fake(weight.shape, _executed(weight.dtype)), "module": _parent(name)}
         return node
+
+    def _allow_name(self, name: str) -> None:
+        """Let fx's checks find something under a weight's name, although the graph module holds no tensor."""
+        top = name.partition(".")[0]
+        if top not in self.graph_module._modules:
+            self.graph_module.add_module(top, _AnyName())
 
     # Shapes.
 
@@ -288,6 +298,15 @@ class Program:
                 f"  {node.name}: {_type_text(node.meta.get('val'))} = {name}({', '.join(arguments)})"
             )
         return "\n".join(lines) + "\n"
+
+
+class _AnyName(torch.nn.Module):
+    """Answers to every attribute path."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
 
 
 class Execution(fx.Interpreter):

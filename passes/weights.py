@@ -301,7 +301,7 @@ def reshaped(weight: Weight, shape: Sequence[int], name: str | None = None) -> W
 
 
 def sliced(weight: Weight, dim: int, start: int, stop: int, step: int = 1, name: str | None = None) -> Weight:
-    """A range along one axis. The whole range is the weight itself; a part of a concatenation is that part."""
+    """A range along one axis. The whole range is the weight; a part of a concatenation is the part."""
     stop = min(stop, weight.shape[dim])
     if (start, stop, step) == (0, weight.shape[dim], 1):
         return weight

@@ -1,0 +1,386 @@
+"""Capture: from a model's configuration alone to an executable graph.
+
+Rules:
+1. The model is built on meta tensors in float32 (no memory for weights); only buffers that no checkpoint holds get values.
+2. What cannot be captured exactly is refused by name before any work: encoder-decoders, models of several modalities, layers
+   that carry a state, chunked attention, unknown rope types.
+3. `torch.export` (non-strict) traces `model(tokens[1, T], positions[1, T])` with T dynamic. Attention, masks and experts are
+   caught whole by the hooks of `capture_hooks.py`; a model that has its own attention is traced with it, and
+   `own_attention.py` recognises it in the graph.
+4. Parameters become `get_attr` nodes bound lazily to the checkpoint, a tied parameter one node. Assertions and devices vanish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from enginewright.passes import dialect  # noqa: F401  (registers the ops)
+from enginewright.passes.capture_hooks import NAME, hooked
+from enginewright.passes.checkpoint import Source, open_source
+from enginewright.passes.own_attention import recognise_attention
+from enginewright.passes.program import ModelFacts, Program, Stage
+from enginewright.passes.rope_lengths import check_rope_types, fix_rope_lengths
+from enginewright.passes.weights import ConstantTensor, Weight
+from enginewright.recipes.errors import CaptureError, EnginewrightError, InputError
+
+__all__ = ["capture"]
+
+_TRACED_TOKENS = 24
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_DEFAULT_CONTEXT = 2048
+
+
+def capture(source: str | Path | Source, max_context: int | None = None) -> Program:
+    """Capture a model as a Program at stage CAPTURED.
+
+    `source` is a Hugging Face folder, a GGUF file, or an opened Source. `max_context` is the engine's limit in tokens
+    (default: the model's own). Raises InputError for files that cannot be used, CaptureError for models that cannot be
+    captured exactly.
+    """
+    if isinstance(source, (str, Path)):
+        source = open_source(source)
+    config = source.config
+    refuse_unsupported(config)
+    check_rope_types(config)
+    context, notes = resolve_context(config, max_context)
+    model = build_on_meta(config)
+    buffers = real_buffers(model)
+    notes += fix_rope_lengths(model, context)
+    buffers.update(_collect_buffers(model, off_meta=True))
+    exported = export(model, context)
+    weights, more = source.bind(model)
+    program = to_program(exported, model, weights, buffers, context)
+    program.notes = notes + more
+    recognise_attention(program)
+    return program
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise CaptureError for kinds of models that are known not to fit one causal pass over tokens."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    name = config.model_type
+
+    def refuse(reason: str, found: object, action: str | None = None) -> None:
+        raise CaptureError(f"{name} models are not supported: {reason}", found=found, action=action)
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("an encoder-decoder reads a second sequence", "is_encoder_decoder in config.json")
+    parts = [key for key in ("text_config", "vision_config", "audio_config") if getattr(config, key, None) is not None]
+    if parts:
+        refuse(
+            "a model of several modalities holds more than a language model",
+            ", ".join(parts),
+            "save its language model alone as a folder of its own and build from that" if "text_config" in parts else None,
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        refuse("transformers has no causal language model of this type", f"model_type {name!r}")
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if getattr(architecture, "_is_stateful", False):
+        refuse("some layers carry a recurrent state instead of keys and values", architecture.__name__)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None):
+        refuse("chunked attention restarts its view at fixed positions, which a page table by window cannot express",
+               f"attention_chunk_size {getattr(config, 'attention_chunk_size', None)}")  # fmt: skip
+    other = kinds - {"full_attention", "sliding_attention"}
+    if other:
+        refuse("some layers are neither full nor sliding attention", ", ".join(sorted(other)))
+    if not getattr(config, "is_causal", True):
+        refuse("its attention is bidirectional", "is_causal false in config.json")
+
+
+def resolve_context(config: Any, stated: int | None) -> tuple[int, list[str]]:
+    """The engine's limit in tokens, and notes. Learned positions cannot be exceeded; RoPE may be, with a note."""
+    own = next((int(getattr(config, key)) for key in _CONTEXT_KEYS if getattr(config, key, None)), None)
+    if stated is None:
+        if own is None:
+            return _DEFAULT_CONTEXT, [
+                f"the configuration states no context length: {_DEFAULT_CONTEXT} tokens are taken; set max_context to change it"
+            ]
+        return own, []
+    if stated < 2:
+        raise InputError("max_context is too small", found=stated, expected="2 or more tokens")
+    if own is not None and stated > own:
+        return stated, [f"max_context {stated} is longer than the {own} tokens that the configuration states"]
+    return stated, []
+
+
+def build_on_meta(config: Any) -> Any:
+    """The transformers model in float32 on meta tensors, set to the hooks where it knows transformers' interfaces."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    supports = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_attention_backend", False)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    except EnginewrightError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"transformers cannot build a {config.model_type} model from this configuration", found=_first_line(error)
+        ) from error
+    model.eval()
+    for part in {id(m.config): m for m in model.modules() if hasattr(m, "config")}.values():
+        if supports:
+            part.config._attn_implementation_internal = NAME
+        part.config._experts_implementation_internal = NAME
+    return model
+
+
+def real_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Compute the buffers that no checkpoint holds (rotary frequencies, normalisers), in place; the rest stays on meta."""
+    owners = []
+    persistent = set(model.state_dict())
+    for path, module in model.named_modules():
+        mine = [key for key, value in module._buffers.items() if value is not None and _join(path, key) not in persistent]
+        if not mine:
+            continue
+        for key in mine:
+            module._buffers[key] = torch.empty_like(module._buffers[key], device="cpu")
+        owners.append(module)
+    with torch.no_grad():
+        for module in owners:
+            module._is_hf_initialized = False
+            _owner_model(model, module)._init_weights(module)
+    return _collect_buffers(model, off_meta=False)
+
+
+def _owner_model(model: Any, module: Any) -> Any:
+    """The innermost PreTrainedModel that holds a module."""
+    from transformers import PreTrainedModel
+
+    owner = model
+    for candidate in model.modules():
+        if isinstance(candidate, PreTrainedModel) and any(m is module for m in candidate.modules()):
+            owner = candidate
+    return owner
+
+
+def _collect_buffers(model: Any, off_meta: bool) -> dict[str, torch.Tensor]:
+    """Real buffers by path; with `off_meta`, each is replaced by a meta tensor in the model for tracing."""
+    found = {}
+    for path, module in model.named_modules():
+        for key, value in module._buffers.items():
+            if value is not None and value.device.type != "meta":
+                found[_join(path, key)] = value
+                if off_meta:
+                    module._buffers[key] = value.to("meta")
+    return found
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+class _Logits(torch.nn.Module):
+    """The model as a function of packed tokens and positions."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+        parameters = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in parameters
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        extra = {"position_ids": positions} if self.takes_positions else {}
+        return self.model(input_ids=tokens, use_cache=False, return_dict=True, **extra).logits
+
+
+def export(model: Any, context: int) -> torch.export.ExportedProgram:
+    """Trace the meta model with a dynamic number of tokens between 2 and `context`."""
+    length = min(_TRACED_TOKENS, context)
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    dim = torch.export.Dim("T", min=2, max=context)
+    try:
+        with torch.no_grad(), hooked(model, context), _quiet():
+            return torch.export.export(
+                _Logits(model), (ids, ids.clone()), dynamic_shapes=({1: dim}, {1: dim}), strict=False
+            )
+    except EnginewrightError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, EnginewrightError):
+                raise cause from error
+            cause = cause.__cause__ or cause.__context__
+        raise CaptureError(
+            f"{type(model).__name__} cannot be traced for a varying number of tokens", found=_first_line(error)
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Keep transformers' and torch's advice about tracing off the screen."""
+    import logging
+    import warnings
+
+    loggers = [logging.getLogger(name) for name in ("transformers", "torch.fx", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+# From an exported program to a Program.
+
+_DROPPED = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+    torch.ops.aten._assert_async.msg,
+}
+
+
+def to_program(
+    exported: torch.export.ExportedProgram,
+    model: Any,
+    weights: dict[str, Weight],
+    buffers: dict[str, torch.Tensor],
+    context: int,
+) -> Program:
+    """Rewrite an exported program's inputs into `tokens`, `positions` and lazily bound weights."""
+    signature = exported.graph_signature
+    state = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    lifted = getattr(signature, "inputs_to_lifted_tensor_constants", {})
+    bound: dict[str, Weight] = {}
+    canonical: dict[int, str] = {}
+    graph = fx.Graph()
+    values: dict[fx.Node, Any] = {}
+    user_inputs = iter(("tokens", "positions"))
+
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and node.name not in state and node.name not in lifted:
+            values[node] = graph.placeholder(next(user_inputs))
+            values[node].meta = {"module": ""}
+    pending: dict[str, fx.Node] = {}
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            if node in values:
+                continue
+            if node.name in lifted:
+                name = f"constants.{lifted[node.name]}"
+                weight: Weight = ConstantTensor(name, exported.constants[lifted[node.name]])
+            else:
+                name = state[node.name].removeprefix("model.")
+                weight = _bound_weight(name, weights, buffers)
+            name = canonical.setdefault(id(weight), name)
+            if name not in pending:
+                pending[name] = graph.create_node("get_attr", name, name=_weight_node_name(name))
+                pending[name].meta = {"module": name.rpartition(".")[0]}
+                bound[name] = weight
+            values[node] = pending[name]
+        elif node.op == "call_function":
+            if node.target in _DROPPED:
+                continue
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise CaptureError(
+                    f"the trace holds a region that cannot stand in one graph, in {_module_path(node) or 'the model'}",
+                    found=str(node.target),
+                )
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+            copied = graph.call_function(node.target, _on_cpu(args), _on_cpu(kwargs))
+            copied.meta = {"module": _module_path(node)}
+            values[node] = copied
+        elif node.op == "output":
+            result = node.args[0]
+            while isinstance(result, (list, tuple)):
+                result = result[0]
+            graph.output(values[result]).meta = {}
+        else:
+            raise CaptureError("the trace holds a node that cannot stand in one graph", found=node.op)
+
+    program = Program(graph, Stage.CAPTURED, bound, _facts(model, context))
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = program.fake([1, program.tokens], torch.int64)
+        elif node.op == "get_attr":
+            node.meta["val"] = program.fake(bound[str(node.target)].shape, _executed(bound[str(node.target)].dtype))
+        elif node.op == "call_function":
+            program.infer(node)
+    program.recompile()
+    return program
+
+
+def _executed(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype
+
+
+def _weight_node_name(name: str) -> str:
+    return "w_" + "".join(c if c.isalnum() else "_" for c in name)
+
+
+def _bound_weight(name: str, weights: dict[str, Weight], buffers: dict[str, torch.Tensor]) -> Weight:
+    if name in weights:
+        return weights[name]
+    if name in buffers:
+        return ConstantTensor(name, buffers[name])
+    raise CaptureError(f"the model uses {name}, which is neither in the checkpoint nor computed from the configuration")
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for entry in stack.values():
+        path = entry[0]
+    return path.removeprefix("model.") if path != "model" else ""
+
+
+def _on_cpu(argument: Any) -> Any:
+    if isinstance(argument, torch.device):
+        return torch.device("cpu")
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_on_cpu(item) for item in argument)
+    if isinstance(argument, dict):
+        return {key: _on_cpu(value) for key, value in argument.items()}
+    return argument
+
+
+def _facts(model: Any, context: int) -> ModelFacts:
+    config = model.config
+    generation = getattr(model, "generation_config", None)
+
+    def token_ids(key: str) -> list[int]:
+        found: list[int] = []
+        for holder in (generation, config):
+            value = getattr(holder, key, None)
+            for item in value if isinstance(value, (list, tuple)) else [value]:
+                if item is not None and int(item) not in found:
+                    found.append(int(item))
+        return found
+
+    bos, pad = token_ids("bos_token_id"), token_ids("pad_token_id")
+    parameters = {id(p): p.numel() for p in model.parameters()}
+    return ModelFacts(
+        model_type=config.model_type,
+        vocab_size=int(config.vocab_size),
+        max_context=context,
+        num_layers=int(getattr(config, "num_hidden_layers", 0)),
+        hidden_size=int(config.hidden_size),
+        architecture=type(model).__name__,
+        eos_token_ids=token_ids("eos_token_id"),
+        bos_token_id=bos[0] if bos else None,
+        pad_token_id=pad[0] if pad else None,
+        parameters=sum(parameters.values()),
+    )

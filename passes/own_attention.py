@@ -1,0 +1,2 @@
+"""placeholder"""
+def recognise_attention(program): pass
