@@ -17,6 +17,9 @@
 //
 // A fused gate/up weight interleaves whole tiles: tile 2i holds gate rows 16i.., tile 2i + 1 holds up rows 16i..; each half
 // is padded to 16 on its own and `n` counts the padded rows of both.
+//
+// Functions are `static`: this header is compiled for several instruction sets, and a shared inline copy could be the one
+// that this machine lacks.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +28,14 @@ namespace ew {
 
 enum class WeightFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2, int8_g32 = 3, int4_g32 = 4, int4_g64 = 5, int4_g128 = 6 };
 
+/// As recipes, graphs and program.json write them, by value of the enumeration.
+constexpr const char* kWeightFormatNames[] = {"f32", "bf16", "int8", "int8_g32", "int4_g32", "int4_g64", "int4_g128"};
+
 constexpr int64_t kTileRows = 16;  // outputs of one tile: the lanes of a vector
 
 /// k values that share one activation scale: the weight's own group, or 64 where the weight has one scale per output.
 /// 1 for the float formats, whose activations carry no scale.
-constexpr int32_t activation_group(WeightFormat format) {
+static constexpr int32_t activation_group(WeightFormat format) {
   switch (format) {
     case WeightFormat::int8:
     case WeightFormat::int4_g64: return 64;
@@ -42,19 +48,19 @@ constexpr int32_t activation_group(WeightFormat format) {
   return 1;
 }
 
-constexpr bool is_int4(WeightFormat format) {
+static constexpr bool is_int4(WeightFormat format) {
   return format == WeightFormat::int4_g32 || format == WeightFormat::int4_g64 || format == WeightFormat::int4_g128;
 }
 
-constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+static constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 /// k rounded up to what the format's body holds.
-constexpr int64_t padded_k(WeightFormat format, int64_t k) {
+static constexpr int64_t padded_k(WeightFormat format, int64_t k) {
   return round_up(k, format == WeightFormat::bf16 ? 2 : activation_group(format));
 }
 
 /// Bytes of a tile before its body.
-constexpr int64_t tile_header_bytes(WeightFormat format, int64_t k_padded) {
+static constexpr int64_t tile_header_bytes(WeightFormat format, int64_t k_padded) {
   const int64_t groups = k_padded / activation_group(format);
   if (format == WeightFormat::int8) return 64;
   if (format == WeightFormat::int8_g32) return round_up(groups * 32, 64);
@@ -62,7 +68,7 @@ constexpr int64_t tile_header_bytes(WeightFormat format, int64_t k_padded) {
   return 0;
 }
 
-constexpr int64_t tile_bytes(WeightFormat format, int64_t k_padded) {
+static constexpr int64_t tile_bytes(WeightFormat format, int64_t k_padded) {
   const int64_t header = tile_header_bytes(format, k_padded);
   if (format == WeightFormat::f32) return k_padded * 64;
   if (format == WeightFormat::bf16) return k_padded * 32;
@@ -81,13 +87,13 @@ struct LinearWeight {
   const uint8_t* data;
 };
 
-constexpr LinearWeight make_linear_weight(WeightFormat format, int64_t n, int64_t k, const uint8_t* data) {
+static constexpr LinearWeight make_linear_weight(WeightFormat format, int64_t n, int64_t k, const uint8_t* data) {
   const int64_t k_padded = padded_k(format, k);
   return {format, n, k, k_padded, activation_group(format), tile_bytes(format, k_padded), (n + kTileRows - 1) / kTileRows,
           data};
 }
 
 /// Bytes that a weight of these dimensions takes in weights.bin.
-constexpr int64_t linear_weight_bytes(const LinearWeight& weight) { return weight.tiles * weight.tile_bytes; }
+static constexpr int64_t linear_weight_bytes(const LinearWeight& weight) { return weight.tiles * weight.tile_bytes; }
 
 }  // namespace ew

@@ -1,0 +1,112 @@
+// The walk over a linear's rows and tiles, common to all formats, and what a format's block kernel reads and writes.
+//
+// A block is Rows activation rows x Tiles weight tiles (16 outputs each), summed over all of k in registers. Blocks of any
+// size do the same arithmetic in the same order per row and output, so the walk is free to choose them.
+#pragma once
+
+#include "kernels.h"
+#include "prepare.inl"
+#include "simd.h"
+
+namespace ew::EW_ISA_NS {
+
+// Block sizes: as many accumulators as the register file holds.
+#if defined(EW_ISA_AVX512)
+constexpr int kBlockRows = 8;
+constexpr int kBlockTiles = 2;
+#elif defined(EW_ISA_AVX2)
+constexpr int kBlockRows = 4;
+constexpr int kBlockTiles = 1;
+#else
+constexpr int kBlockRows = 2;
+constexpr int kBlockTiles = 1;
+#endif
+
+/// Up to this many rows a thread reads one stream of tiles: two streams at once reach less of the memory's bandwidth.
+constexpr int64_t kStreamRows = 8;
+/// Rows whose prepared activations stay in the L2 cache while the weights pass by.
+constexpr int64_t kChunkRows = 64;
+/// How far ahead of its use a tile's memory is requested, in a stream that memory bounds.
+constexpr int64_t kPrefetchBytes = 4096;
+
+struct BlockInput {
+  const uint8_t* tile;    // the first tile
+  const uint8_t* rows;    // the first prepared row
+  int64_t tile_bytes;
+  int64_t row_bytes;
+  int64_t k_padded;
+  int64_t group;
+  int64_t header_bytes;
+  PreparedLayout layout;
+  int64_t prefetch_bytes;
+};
+
+/// Where a block's results go: y points at the first row and output of the block, and `outputs` of them exist from there.
+struct BlockOutput {
+  const float* bias;  // null, or at the first output
+  float* y;
+  int64_t ldy;
+  int64_t outputs;
+};
+
+EW_INLINE void store_outputs(const BlockOutput& out, int row, int tile, F16 sum) {
+  const int64_t count = out.outputs - 16 * tile;
+  if (out.bias != nullptr) sum = add(sum, load_partial(out.bias + 16 * tile, count));
+  float* y = out.y + row * out.ldy + 16 * tile;
+  if (count >= 16) {
+    storeu(y, sum);
+  } else {
+    store_partial(y, sum, count);
+  }
+}
+
+/// All rows of one chunk against `Tiles` tiles: full blocks, then one block of what is left over.
+template <class Format, int Tiles>
+EW_INLINE void linear_rows(BlockInput in, BlockOutput out, int64_t rows) {
+  for (; rows >= kBlockRows; rows -= kBlockRows) {
+    Format::template block<kBlockRows, Tiles>(in, out);
+    in.rows += kBlockRows * in.row_bytes;
+    out.y += kBlockRows * out.ldy;
+  }
+  unroll<kBlockRows - 1>([&](auto i) EW_INLINE_LAMBDA {
+    if (rows == i + 1) Format::template block<i + 1, Tiles>(in, out);
+  });
+}
+
+/// The whole call. Chunks of rows are outermost, so that one chunk's activations stay in cache; inside, each tile is read
+/// from memory once and serves all rows of the chunk.
+template <class Format>
+static void linear_format(const LinearWeight& weight, const uint8_t* prepared, int64_t rows, int64_t t0, int64_t t1,
+                          const float* bias, float* y, int64_t ldy) {
+  const PreparedLayout layout = prepared_layout(weight);
+  for (int64_t m = 0; m < rows; m += kChunkRows) {
+    const int64_t chunk = rows - m < kChunkRows ? rows - m : kChunkRows;
+    const bool one_stream = chunk <= kStreamRows;
+    BlockInput in = {.tile = nullptr,
+                     .rows = prepared + m * layout.row_bytes,
+                     .tile_bytes = weight.tile_bytes,
+                     .row_bytes = layout.row_bytes,
+                     .k_padded = weight.k_padded,
+                     .group = weight.group,
+                     .header_bytes = tile_header_bytes(weight.format, weight.k_padded),
+                     .layout = layout,
+                     .prefetch_bytes = one_stream ? kPrefetchBytes : kBlockTiles * weight.tile_bytes};
+    const auto output = [&](int64_t t) EW_INLINE_LAMBDA {
+      const int64_t o = kTileRows * t;
+      return BlockOutput{bias == nullptr ? nullptr : bias + o, y + m * ldy + o, ldy, weight.n - o};
+    };
+    int64_t t = t0;
+    if (!one_stream) {
+      for (; t + kBlockTiles <= t1; t += kBlockTiles) {
+        in.tile = weight.data + t * weight.tile_bytes;
+        linear_rows<Format, kBlockTiles>(in, output(t), chunk);
+      }
+    }
+    for (; t < t1; t++) {
+      in.tile = weight.data + t * weight.tile_bytes;
+      linear_rows<Format, 1>(in, output(t), chunk);
+    }
+  }
+}
+
+}  // namespace ew::EW_ISA_NS
