@@ -2,7 +2,7 @@
 
 x [T, ...] f32  ->  the same shape;  `kind` is a key of ACTIVATIONS
 
-silu x·σ(x) · gelu x·Φ(x), by erf · gelu_tanh its tanh form · gelu_quick x·σ(1.702 x) · relu · relu2 relu(x)²
+silu x·σ(x) · gelu x·Φ(x), by erf · gelu_tanh its tanh form · relu · relu2 relu(x)²
 · sigmoid σ(x) · tanh.   Sources: Hendrycks & Gimpel 2016 (GELU); So et al. 2021 (squared ReLU).
 """
 
@@ -19,7 +19,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
     "sigmoid": torch.sigmoid,
