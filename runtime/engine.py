@@ -1,0 +1,439 @@
+"""The engine as a Python object: load a folder, generate, stream, or score given tokens.
+
+    with load("engines/smollm2-int4") as engine:
+        for completion in engine.generate(["The capital of France is", "2 + 2 ="], max_tokens=16):
+            print(completion.text)
+
+Everything goes through one `EngineLoop`: prompts given together are batched, and prompts given from several threads
+as well.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from enginewright.backends import get_backend
+from enginewright.backends.artifact import Artifact, open_engine
+from enginewright.backends.base import Executor
+from enginewright.recipes.errors import InputError, RequestError
+
+from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
+from .memory import KvGroupSize, plan_pages
+from .request import Completion, Request, SamplingOptions, check_token_ids
+from .stop import StopMatcher
+from .text import IncrementalDetokenizer, Tokenizer
+
+__all__ = ["Engine", "TextDelta", "load"]
+
+Prompts = str | Sequence[Any]
+
+DEFAULT_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """A piece of one prompt's answer: `text` follows what came before, `token_ids` are the ids since the last piece.
+
+    The last piece of a prompt carries its `finish_reason` (and `error`, for "error"); `text` may be empty.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    error: RequestError | None = None
+
+
+def load(
+    path: str | os.PathLike[str] | Artifact,
+    threads: int | None = None,
+    weights: str = "mmap",
+    *,
+    check: bool = False,
+    max_sequences: int = 32,
+    token_budget: int = 512,
+    chunk_size: int | None = None,
+    cache_tokens: int | None = None,
+    cache_bytes: int | None = None,
+) -> Engine:
+    """Load the engine in the folder `path`.
+
+    `threads`: None takes what the machine allows. `weights`: "mmap" shares pages between processes, "copy" reads them
+    into this one. `check` hashes every file first. `max_sequences`, `token_budget`, `chunk_size`: see `LoopLimits`. The
+    key/value cache takes `cache_tokens` tokens, or `cache_bytes` (1 GiB unless given); no more than max_sequences
+    sequences can use.
+    """
+    if weights not in ("mmap", "copy"):
+        raise InputError("weights cannot be loaded that way", found=repr(weights), expected="'mmap' or 'copy'")
+    for name, value in (("threads", threads), ("max_sequences", max_sequences), ("token_budget", token_budget),
+                        ("chunk_size", chunk_size), ("cache_tokens", cache_tokens), ("cache_bytes", cache_bytes)):  # fmt: skip
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(f"{name} cannot be used", found=repr(value), expected="a positive integer")
+    artifact = path if isinstance(path, Artifact) else open_engine(path, check=check)
+    executor = get_backend(artifact.manifest["backend"]).load(
+        artifact, threads=threads, weights=weights, max_tokens=max(token_budget, max_sequences)
+    )
+    try:
+        return Engine(
+            artifact,
+            executor,
+            max_sequences=max_sequences,
+            token_budget=token_budget,
+            chunk_size=chunk_size,
+            cache_tokens=cache_tokens,
+            cache_bytes=cache_bytes,
+        )
+    except BaseException:
+        executor.close()
+        raise
+
+
+class Engine:
+    """A loaded engine. Use it in a `with` block, or call `close`."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        executor: Executor,
+        *,
+        max_sequences: int = 32,
+        token_budget: int = 512,
+        chunk_size: int | None = None,
+        cache_tokens: int | None = None,
+        cache_bytes: int | None = None,
+    ) -> None:
+        self.artifact = artifact
+        self.executor = executor
+        model = artifact.manifest["model"]
+        self.vocab_size: int = executor.vocab_size
+        self.max_context: int = model["max_context"]
+        self.tokenizer = Tokenizer(artifact.path) if "tokenizer.json" in artifact else None
+        token_budget = max(token_budget, max_sequences)
+        groups = [KvGroupSize.from_manifest(group) for group in artifact.manifest["kv_groups"]]
+        pages = plan_pages(
+            groups,
+            max_context=self.max_context,
+            max_sequences=max_sequences,
+            chunk=min(chunk_size or token_budget, token_budget),
+            tokens=cache_tokens,
+            limit_bytes=cache_bytes or DEFAULT_CACHE_BYTES,
+        )
+        self.loop = EngineLoop(
+            executor,
+            [group.spec for group in groups],
+            pages,
+            LoopLimits(self.max_context, max_sequences, token_budget, chunk_size, getattr(executor, "max_rows", None)),
+            model.get("eos_token_ids", ()),
+        )
+        self._lock = threading.Lock()  # one step at a time
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def close(self) -> None:
+        """Release the executor's memory. The engine cannot be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self.executor.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------ generation
+
+    def generate(
+        self,
+        prompts: Prompts,
+        max_tokens: int | None = None,
+        *,
+        temperature: float = 0.0,
+        seed: int | Sequence[int] = 0,
+        chat: bool = False,
+        ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
+        include_stop: bool = False,
+        stop_token_ids: Sequence[int] = (),
+        chat_options: Mapping[str, Any] | None = None,
+        errors: str = "raise",
+    ) -> list[Completion]:
+        """Answer all prompts, together; return one Completion a prompt, in order.
+
+        `prompts` is a string, a list of token ids, or a list of strings or of lists of token ids. With `chat`, a prompt
+        is a user's message (a string) or a conversation (a list of {role, content}), rendered by the model's template
+        with `chat_options` (`ChatTemplate.render`). Sampling as in `SamplingOptions`; `seed` may be one a prompt.
+
+        A prompt that cannot be served raises RequestError before anything is computed. One that fails later ends alone:
+        with errors="raise" its error is raised when the others are done, with errors="return" it is in its Completion,
+        as is that of a prompt which could not be served at all.
+        """
+        options = SamplingOptions(
+            max_tokens, temperature, 0, ignore_eos, stop, include_stop, tuple(stop_token_ids)  # type: ignore[arg-type]
+        )
+        if errors not in ("raise", "return"):
+            raise RequestError("errors cannot be handled that way", found=repr(errors), expected="'raise' or 'return'")
+        answers = self._answers(prompts, options, seed, chat, chat_options, errors)
+        for _ in self._drive(answers):
+            pass
+        failed = next((answer.request.error for answer in answers if answer.request.error is not None), None)
+        if failed is not None and errors == "raise":
+            raise failed
+        return [answer.completion() for answer in answers]
+
+    def stream(
+        self,
+        prompts: Prompts,
+        max_tokens: int | None = None,
+        *,
+        temperature: float = 0.0,
+        seed: int | Sequence[int] = 0,
+        chat: bool = False,
+        ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
+        include_stop: bool = False,
+        stop_token_ids: Sequence[int] = (),
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> Iterator[TextDelta]:
+        """Answer all prompts and yield their text as it comes; arguments as in `generate`.
+
+        The deltas of a prompt add up to its Completion's text. Closing the iterator aborts what is unfinished. A prompt
+        that fails while it is computed ends with finish_reason "error".
+        """
+        options = SamplingOptions(
+            max_tokens, temperature, 0, ignore_eos, stop, include_stop, tuple(stop_token_ids)  # type: ignore[arg-type]
+        )
+        return self._drive(self._answers(prompts, options, seed, chat, chat_options, "raise"))
+
+    def _answers(
+        self,
+        prompts: Prompts,
+        options: SamplingOptions,
+        seed: int | Sequence[int],
+        chat: bool,
+        chat_options: Mapping[str, Any] | None,
+        errors: str,
+    ) -> list[_Answer]:
+        """Submit every prompt; on errors="raise" none stays queued when one cannot be served."""
+        listed = _list_prompts(prompts, chat)
+        several = isinstance(seed, (Sequence, np.ndarray)) and not isinstance(seed, str)
+        seeds: list[Any] = list(seed) if several else [seed] * len(listed)  # type: ignore[arg-type]
+        if len(seeds) != len(listed):
+            raise RequestError("there must be one seed, or one a prompt", found=len(seeds), expected=len(listed))
+        options = self._stop_at_special_tokens(options)
+        answers: list[_Answer] = []
+        try:
+            for index, (prompt, own_seed) in enumerate(zip(listed, seeds, strict=True)):
+                answers.append(self._submit(index, prompt, replace(options, seed=own_seed), chat, chat_options, errors))
+        except BaseException:
+            self._abort(answers)
+            raise
+        return answers
+
+    def _submit(
+        self,
+        index: int,
+        prompt: Any,
+        options: SamplingOptions,
+        chat: bool,
+        chat_options: Mapping[str, Any] | None,
+        errors: str,
+    ) -> _Answer:
+        text: str | None = None
+        request = Request([], options)
+        try:
+            text, ids = self._encode(prompt, chat, chat_options)
+            request = Request(ids, options)
+            with self._lock:
+                self._check_open()
+                self.loop.submit(request)
+        except RequestError as error:
+            if errors == "raise":
+                raise
+            request.error = error
+            self.loop.finish(request, FINISH_ERROR)
+        return _Answer(index, text, request, self.tokenizer)
+
+    def _encode(self, prompt: Any, chat: bool, chat_options: Mapping[str, Any] | None) -> tuple[str | None, list[int]]:
+        if not chat and not isinstance(prompt, str):
+            return None, check_token_ids("prompt", prompt)
+        if self.tokenizer is None:
+            raise RequestError("the engine has no tokenizer", action="give prompts as lists of token ids")
+        if not chat:
+            return prompt, self.tokenizer.encode(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        defaults = {"add_generation_prompt": not (chat_options or {}).get("continue_final_message", False)}
+        text = self.tokenizer.render_chat(messages, **{**defaults, **(chat_options or {})})
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _stop_at_special_tokens(self, options: SamplingOptions) -> SamplingOptions:
+        """A stop string that spells a special token never shows up in the text: stop at the token."""
+        if self.tokenizer is None:
+            if options.stop:
+                raise RequestError("stop strings need a tokenizer", action="use stop_token_ids")
+            return options
+        found = [self.tokenizer.special_id(text) for text in options.stop]
+        ids = tuple(token for token in found if token is not None)
+        return replace(options, stop_token_ids=(*options.stop_token_ids, *ids)) if ids else options
+
+    def _drive(self, answers: list[_Answer]) -> Iterator[TextDelta]:
+        """Step the loop until every answer is complete; yield what is new."""
+        by_request = {answer.request: answer for answer in answers}
+        try:
+            unfinished = dict(by_request)
+            while unfinished:
+                for answer in list(unfinished.values()):
+                    delta = answer.take()
+                    if answer.stopped and not answer.request.finished:
+                        with self._lock:
+                            self.loop.finish(answer.request, FINISH_STOP)
+                    if delta is None:
+                        continue
+                    if delta.finish_reason is not None:
+                        del unfinished[answer.request]
+                    yield delta
+                with self._lock:
+                    if unfinished and not any(answer.has_news for answer in unfinished.values()):
+                        self._check_open()
+                        self.loop.step()
+        finally:
+            self._abort(answers)
+
+    def _abort(self, answers: list[_Answer]) -> None:
+        with self._lock:
+            for answer in answers:
+                self.loop.finish(answer.request)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the engine is closed")
+
+    # ------------------------------------------------------------------------------------------------ scoring
+
+    def logits(self, prompts: Sequence[Sequence[int]], chunk_size: int | None = None) -> list[np.ndarray]:
+        """Return float32 [len(tokens), vocab] for each list of token ids: row i is what the model says after token i.
+
+        It is computed as generation is (paged cache, chunked prefill, sequences together); `chunk_size` bounds the
+        tokens of one sequence in a step. Memory is 4 bytes x tokens x vocabulary, all of it held.
+        """
+        if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+            raise RequestError("chunk_size cannot be used", found=repr(chunk_size), expected="a positive integer")
+        requests = [Request(list(tokens), keep_logits=True, chunk_size=chunk_size) for tokens in prompts]
+        try:
+            with self._lock:
+                self._check_open()
+                for request in requests:
+                    self.loop.submit(request)
+            while not all(request.finished for request in requests):
+                with self._lock:
+                    self.loop.step()
+        finally:
+            with self._lock:
+                for request in requests:
+                    self.loop.finish(request)
+        failed = next((request.error for request in requests if request.error is not None), None)
+        if failed is not None:
+            raise failed
+        return [_joined(request) for request in requests]
+
+
+def _joined(request: Request) -> np.ndarray:
+    rows = np.concatenate(request.logit_rows) if len(request.logit_rows) > 1 else request.logit_rows[0]
+    request.logit_rows.clear()
+    return rows
+
+
+def _list_prompts(prompts: Prompts, chat: bool) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (Sequence, np.ndarray)) or isinstance(prompts, bytes):
+        raise RequestError("prompts cannot be used", found=type(prompts).__name__, expected="text, token ids, or a list of them")
+    listed = list(prompts)
+    if not listed:
+        return []
+    one = isinstance(listed[0], Mapping) if chat else isinstance(listed[0], (int, np.integer))
+    return [listed] if one else listed
+
+
+class _Answer:
+    """One prompt's request with its way back to text."""
+
+    def __init__(self, index: int, prompt: str | None, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.request = request
+        self._detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer is not None else None
+        self._tokenizer = tokenizer
+        self._matcher = StopMatcher(request.options.stop, request.options.include_stop)
+        self._taken = 0  # generated ids that have been turned into text
+        self._pieces: list[str] = []
+        self._ended = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text met a stop string."""
+        return self._matcher.stopped
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would return something."""
+        request = self.request
+        return not self._ended and (
+            request.finished or len(request.tokens) - request.prompt_length > self._taken
+        )
+
+    def take(self) -> TextDelta | None:
+        """Return what is new since the last call; None when nothing is."""
+        request = self.request
+        if not self.has_news:
+            return None
+        new = request.tokens[request.prompt_length + self._taken :]
+        self._taken += len(new)
+        text = self._text(new)
+        reason = FINISH_STOP if self.stopped else request.finish_reason
+        self._ended = reason is not None
+        self._pieces.append(text)
+        return TextDelta(self.index, text, new, reason, request.error if reason == FINISH_ERROR else None)
+
+    def _text(self, new: list[int]) -> str:
+        if self._detokenizer is None:
+            return ""
+        shown = self._matcher.push(self._detokenizer.push(new))
+        if self.request.finished and not self.stopped:
+            shown += self._matcher.push(self._detokenizer.finish())
+        if self.request.finished and not self.stopped:
+            shown += self._matcher.finish() + self._special_stop()
+        return shown
+
+    def _special_stop(self) -> str:
+        """The text of a special token that was asked for as a stop string, where it is to be included."""
+        request = self.request
+        options = request.options
+        if not options.include_stop or request.finish_reason != FINISH_STOP or self._tokenizer is None:
+            return ""
+        return next((text for text in options.stop if self._tokenizer.special_id(text) == request.tokens[-1]), "")
+
+    def completion(self) -> Completion:
+        """The whole answer, once it has ended."""
+        request = self.request
+        reason = FINISH_STOP if self.stopped else request.finish_reason
+        return Completion(
+            prompt=self.prompt,
+            prompt_token_ids=request.tokens[: request.prompt_length],
+            token_ids=request.output,
+            logprobs=request.logprobs,
+            text="".join(self._pieces),
+            finish_reason=reason or "",
+            error=request.error,
+        )
