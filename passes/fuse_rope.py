@@ -2,18 +2,20 @@
 
 Rules
 1. A region from x [T, H, D] to y [T, H, D] made of slices, joins, negations, sums and products with values of
-   `ew::position_table` is read as a matrix over the features of a head. If that matrix is the identity but for R/2
-   rotations of the first R features, then y → ew::rope(x, cos, sin, R, interleaved). Pairs lie half a rotation apart
-   or side by side (`interleaved`), which covers full, partial, interleaved and scaled types in any spelling.
-2. The cosine of a pair is used twice, and so is its sine. Where they come from two columns of a table, the rewrite
-   is made only if the columns are equal at every position; the tables are then cut to the R/2 columns that are read.
-   Cut tables are shared by all layers that share the original.
+   `ew::position_table` is read as a matrix over the features of a head. If that matrix is the identity but
+   for R/2 rotations of the first R features, then y → ew::rope(x, cos, sin, R, interleaved). Pairs lie half a
+   rotation apart or side by side (`interleaved`), which covers full, partial, interleaved and scaled types in
+   any spelling.
+2. The cosine of a pair is used twice, and so is its sine. Where they come from two columns of a table, the
+rewrite
+   is made only if the columns are equal at every position; the tables are then cut to the R/2 columns that
+   are read. Cut tables are shared by all layers that share the original.
 
-How a region is read: it is linear in x by construction, so basis vectors go through it with tables of distinct random
-numbers; a coefficient that equals a number of a table names its column. The rewrite is then compared with the region
-on random x and random tables: a polynomial that vanishes at random points is zero (Schwartz, Zippel).
-Not matched: rotations of other features than the first (they match on the slice that holds them), and tables that are
-not constants.
+How a region is read: it is linear in x by construction, so basis vectors go through it with tables of
+distinct random numbers; a coefficient that equals a number of a table names its column. The rewrite is then
+compared with the region on random x and random tables: a polynomial that vanishes at random points is zero
+(Schwartz, Zippel). Not matched: rotations of other features than the first (they match on the slice that
+holds them), and tables that are not constants.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from enginewright.passes.weights import Computed, Weight, reshaped, sliced
 
 #: Ops that a region may consist of, besides `getitem`: each is linear in x once the tables are fixed.
 _LINEAR = frozenset(
-    """_to_copy _unsafe_view add alias cat chunk clone contiguous expand flatten mul narrow neg permute reshape select
-    slice split split_with_sizes squeeze stack sub to transpose unbind unflatten unsqueeze view""".split()  # noqa: SIM905
+    """_to_copy _unsafe_view add alias cat chunk clone contiguous expand flatten mul narrow neg permute
+    reshape select slice split split_with_sizes squeeze stack sub to transpose unbind unflatten unsqueeze
+    view""".split()  # noqa: SIM905
 )
 _MOVES = frozenset("_unsafe_view add cat flatten reshape stack sub view".split())  # noqa: SIM905  (what y may be)
 _LARGEST_REGION = 48
@@ -54,7 +57,8 @@ class _Region:
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """Equally long lists of columns of one table each: what plays cos (or sin) in first and in second place."""
+    """Equally long lists of columns of one table each: what plays cos (or sin) in first and in second
+    place."""
 
     table: fx.Node
     first: tuple[int, ...]
@@ -154,7 +158,8 @@ def _regions(y: fx.Node, order: Mapping[fx.Node, int], constant: set[fx.Node]) -
 
 
 def _collect(node: fx.Node, into: set[fx.Node]) -> bool:
-    """Add a position-only node and what it reads, down to position tables; False if it reads anything else."""
+    """Add a position-only node and what it reads, down to position tables; False if it reads anything
+    else."""
     into.add(node)
     if _is_table(node):
         return True
@@ -192,7 +197,8 @@ def _random_tables(region: _Region, rows: int | None, generator: torch.Generator
 
 
 def _read(region: _Region) -> _Rotation | None:
-    """The rotation that the region's matrix is, with its coefficients found in the tables; None if it is none."""
+    """The rotation that the region's matrix is, with its coefficients found in the tables; None if it is
+    none."""
     heads, width = _shape(region.x)  # type: ignore[misc]
     generator = torch.Generator().manual_seed(_SEED)
     tables = _random_tables(region, None, generator)

@@ -17,7 +17,16 @@ from enginewright.passes import legality
 from enginewright.passes.program import Program, Stage
 from enginewright.recipes.errors import LoweringError
 
-__all__ = ["Pass", "PassRecord", "PassResult", "Progress", "Step", "remove_dead_code", "rules_of", "run_steps"]
+__all__ = [
+    "Pass",
+    "PassRecord",
+    "PassResult",
+    "Progress",
+    "Step",
+    "remove_dead_code",
+    "rules_of",
+    "run_steps",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +122,8 @@ def run_steps(
 
 
 def remove_dead_code(program: Program) -> None:
-    """Erase every node that nothing reads, inputs excepted (fx's own routine wants the module to hold the weights)."""
+    """Erase every node that nothing reads, inputs excepted (fx's own routine wants the module to hold the
+    weights)."""
     for node in reversed(program.graph.nodes):
         if not node.users and node.op not in ("placeholder", "output"):
             program.graph.erase_node(node)

@@ -15,7 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["Num", "Op", "Var", "argument", "find", "is_call", "only_user", "picked"]
+__all__ = [
+    "Num",
+    "Op",
+    "Var",
+    "argument",
+    "find",
+    "is_call",
+    "is_last_axis",
+    "is_weight_vector",
+    "only_user",
+    "picked",
+]
 
 aten = torch.ops.aten
 _COMMUTATIVE = frozenset((aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default))
@@ -142,3 +153,42 @@ def only_user(node: fx.Node) -> fx.Node | None:
 def picked(node: Any) -> tuple[fx.Node, int] | None:
     """(source, index) of a `getitem` node, else None."""
     return (node.args[0], node.args[1]) if is_call(node, operator.getitem) else None
+
+
+def is_last_axis(axes: Any, of: Any) -> bool:
+    """Whether a list of axes names exactly the last axis of a node's value."""
+    rank = of.meta["val"].dim()
+    return isinstance(axes, (list, tuple)) and len(axes) == 1 and axes[0] % rank == rank - 1
+
+
+def is_weight_vector(value: Any, width: int) -> bool:
+    """Whether a node is a weight of shape [width]."""
+    return (
+        isinstance(value, fx.Node) and value.op == "get_attr" and tuple(value.meta["val"].shape) == (width,)
+    )
+
+
+def feature_range(node: Any) -> tuple[fx.Node, int, int] | None:
+    """(source, start, stop) where the node is a contiguous range of the last axis of source: a slice, or a
+    part of a split or chunk; None for anything else.
+    """
+    if is_call(node, torch.ops.aten.slice.Tensor):
+        source, rank = argument(node, "self"), node.meta["val"].dim()
+        if argument(node, "dim") % rank != rank - 1 or argument(node, "step") != 1:
+            return None
+        width = source.meta["val"].shape[-1]
+        start, stop = argument(node, "start") or 0, argument(node, "end")
+        start, stop, _ = slice(start, stop).indices(width)
+        return source, start, stop
+    part = picked(node)
+    if part is None or not isinstance(part[0].target, torch._ops.OpOverload):
+        return None
+    split, index = part
+    if split.target._schema.name not in ("aten::split", "aten::split_with_sizes", "aten::chunk"):  # type: ignore[union-attr]
+        return None
+    source = argument(split, "self")
+    rank = source.meta["val"].dim()
+    if argument(split, "dim") % rank != rank - 1:
+        return None
+    sizes = [value.shape[-1] for value in split.meta["val"]]
+    return source, sum(sizes[:index]), sum(sizes[: index + 1])
