@@ -70,19 +70,19 @@ struct Weight {
   }
 };
 
-/// Rows that `prepare` wrote. `poison` fills them first, so that a test sees what was left unwritten.
+/// Rows that `prepare` wrote.
 struct Prepared {
   AlignedBytes bytes;
   int64_t rows, row_bytes;
 };
 
-std::unique_ptr<Prepared> prepare(const std::string& isa, const Weight& weight, const ConstFloats<2>& x) {
+Prepared prepare(const std::string& isa, const Weight& weight, const ConstFloats<2>& x) {
   const Kernels& kernels = table(isa);
   require(static_cast<int64_t>(x.shape(1)) >= weight.view.k, "x has fewer columns than the weight");
   const int64_t rows = static_cast<int64_t>(x.shape(0)), row_bytes = kernels.prepared_row_bytes(weight.view);
-  auto prepared = std::unique_ptr<Prepared>(new Prepared{AlignedBytes(rows * row_bytes + 1), rows, row_bytes});
-  std::memset(prepared->bytes.get(), 0xff, rows * row_bytes);
-  kernels.prepare(weight.view, x.data(), static_cast<int64_t>(x.shape(1)), rows, prepared->bytes.get());
+  Prepared prepared{AlignedBytes(rows * row_bytes), rows, row_bytes};
+  std::memset(prepared.bytes.get(), 0xff, rows * row_bytes);  // NaN wherever prepare leaves something unwritten
+  kernels.prepare(weight.view, x.data(), static_cast<int64_t>(x.shape(1)), rows, prepared.bytes.get());
   return prepared;
 }
 
