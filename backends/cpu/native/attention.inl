@@ -152,10 +152,14 @@ static void transform_scores(const AttentionShape& shape, float slope, int first
   }
 }
 
-/// The softmax weights of one query over keys `range` of a span, unnormalised, and the state's maximum and sum.
+/// What a query's scores are multiplied by, and the largest product over the keys that it sees.
+struct ScoreRange {
+  float multiplier, maximum;
+};
+
+/// Scores of keys that the query does not see become minus infinity, in the first and the last block of `range`.
 template <class Cache>
-static void softmax_span(const Call<Cache>& call, int query, int span, KeyRange range, float* scores,
-                         typename Cache::Element* weights, float* state) {
+static ScoreRange finish_scores(const Call<Cache>& call, int query, int span, KeyRange range, float* scores) {
   const AttentionShape& shape = call.shape;
   const int begin = range.begin / 16, end = (range.end + 15) / 16;
   const float slope = shape.alibi ? shape.alibi[call.kv_head * call.group + query % call.group] : 0.0f;
@@ -164,25 +168,32 @@ static void softmax_span(const Call<Cache>& call, int query, int span, KeyRange 
     transform_scores(shape, slope, span * kAttentionSpan - call.position(query), scores, begin, end);
     multiplier = 1.0f;
   }
-
   const F16 unseen = set1(-__builtin_inff());
   float* first = scores + begin * 16;
   float* last = scores + (end - 1) * 16;
   store(first, select(first_n(range.begin - begin * 16), unseen, load(first)));
   store(last, select(first_n(range.end - (end - 1) * 16), load(last), unseen));
 
-  F16 largest = load(first);
-  for (int b = begin + 1; b < end; ++b) largest = max(load(scores + b * 16), largest);
-  const float maximum = reduce_max(largest) * multiplier;
+  F16 even = load(first), odd = even;
+  int b = begin + 1;
+  for (; b + 2 <= end; b += 2) {
+    even = max(load(scores + b * 16), even);
+    odd = max(load(scores + b * 16 + 16), odd);
+  }
+  if (b < end) even = max(load(last), even);
+  return {multiplier, reduce_max(max(even, odd)) * multiplier};
+}
 
-  const F16 scale = set1(multiplier), shift = set1(-maximum);
+/// The softmax weights of one query over keys `range` of a span, unnormalised; returns their sum.
+template <class Cache>
+static float weigh_scores(ScoreRange score, KeyRange range, const float* scores, typename Cache::Element* weights) {
+  const F16 scale = set1(score.multiplier), shift = set1(-score.maximum);
   F16 sum = zero();
-  for (int b = begin; b < end; ++b) {
+  for (int b = range.begin / 16; b < (range.end + 15) / 16; ++b) {
     const F16 weight = softmax_exp2(fmadd(load(scores + b * 16), scale, shift));
     sum = add(sum, Cache::store_weights(weights + b * 16, weight));
   }
-  state[0] = maximum;
-  state[1] = reduce_add(sum);
+  return reduce_add(sum);
 }
 
 // --- Values -----------------------------------------------------------------------------------------------------------
@@ -316,13 +327,24 @@ static void tile_states(const Call<Cache>& call, const SpanBlocks& blocks, int s
   score_span<Cache, Queries, Prefetch>(call, call.queries + slot * call.query_stride, blocks, any);
   const SpanValues<Cache> values = {blocks, call.layout.k_block_bytes, padded_to_16(call.layout.value_dim) * 4,
                                     padded_to_16(call.layout.value_dim)};
+  // Each stage for all queries before the next, so that the chains of one query's stage hide behind another's.
+  ScoreRange score[Queries];
+  for (int q = 0; q < Queries; ++q) {
+    if (range[q].empty()) continue;
+    score[q] = finish_scores(call, query + q, span, range[q], call.scores + q * kScoreStride);
+  }
+  for (int q = 0; q < Queries; ++q) {
+    if (range[q].empty()) continue;
+    float* state = states + q * call.state_floats;
+    state[0] = score[q].maximum;
+    state[1] = weigh_scores<Cache>(score[q], range[q], call.scores + q * kScoreStride,
+                                   call.weights + q * kScoreStride);
+  }
   float* outputs = states + 16;
   for (int q = 0; q < Queries; ++q) {
+    if (range[q].empty()) continue;
     float* output = outputs + q * call.state_floats;
     auto* weights = call.weights + q * kScoreStride;
-    if (range[q].empty()) continue;
-    softmax_span<Cache>(call, query + q, span, range[q], call.scores + q * kScoreStride, weights,
-                        states + q * call.state_floats);
     for (int64_t column = 0; column < values.columns; column += 16) store(output + column, zero());
     add_tokens<Cache>(weights, values, range[q].begin, smaller(range[q].end, common.begin * pack), output);
   }
@@ -335,13 +357,27 @@ static void tile_states(const Call<Cache>& call, const SpanBlocks& blocks, int s
 }
 
 template <class Cache, bool Prefetch, int Queries = kTileQueries>
-static void tile_states(int count, const Call<Cache>& call, const SpanBlocks& blocks, int span, int query, int slot,
-                        float* states) {
+static void tile_states_of(int count, const Call<Cache>& call, const SpanBlocks& blocks, int span, int query, int slot,
+                           float* states) {
   if (count == Queries) return tile_states<Cache, Queries, Prefetch>(call, blocks, span, query, slot, states);
   if constexpr (Queries > 1) {
-    tile_states<Cache, Prefetch, Queries - 1>(count, call, blocks, span, query, slot, states);
+    tile_states_of<Cache, Prefetch, Queries - 1>(count, call, blocks, span, query, slot, states);
   }
 }
+
+/// The same for `count` queries. Only the chunk's first tile fetches: the others find the span in cache.
+template <class Cache>
+static void tile_states(bool first, int count, const Call<Cache>& call, const SpanBlocks& blocks, int span, int query,
+                        int slot, float* states) {
+  if (first) {
+    tile_states_of<Cache, true>(count, call, blocks, span, query, slot, states);
+  } else {
+    tile_states_of<Cache, false>(count, call, blocks, span, query, slot, states);
+  }
+}
+
+/// A chunk is cut into the fewest tiles, of nearly equal size.
+EW_INLINE int tiles_of(int queries) { return (queries + kTileQueries - 1) / kTileQueries; }
 
 /// The blocks of a span that queries [begin, end) see; false where they see none.
 template <class Cache>
@@ -422,14 +458,11 @@ static void attention_of(const AttentionShape& shape, const KvLayout& layout, co
     SpanBlocks blocks;
     for (int span = from; span <= to; ++span) {
       if (!locate_blocks(call, span, begin, begin + count, blocks)) continue;
-      for (int i = 0; i < count; i += kTileQueries) {
-        const int tile = smaller(count - i, kTileQueries);
-        if (i == 0) {
-          tile_states<Cache, true>(tile, call, blocks, span, begin + i, i, call.partial);
-        } else {
-          tile_states<Cache, false>(tile, call, blocks, span, begin + i, i, call.partial);
-        }
-        for (int j = 0; j < tile; ++j) {
+      const int tiles = tiles_of(count);
+      for (int tile = 0; tile < tiles; ++tile) {
+        const int i = count * tile / tiles, size = count * (tile + 1) / tiles - i;
+        tile_states(tile == 0, size, call, blocks, span, begin + i, i, call.partial);
+        for (int j = 0; j < size; ++j) {
           merge_states(call.states + (i + j) * call.state_floats, call.partial + j * call.state_floats,
                        call.state_floats);
         }
@@ -452,17 +485,15 @@ static void attention_span_of(const AttentionShape& shape, const KvLayout& layou
     const int count = smaller(rows * call.group - begin, kMaxChunkQueries);
     load_queries(call, q, ldq, begin, count);
     SpanBlocks blocks;
-    const bool seen = locate_blocks(call, span, begin, begin + count, blocks);
-    for (int i = 0; i < count; i += kTileQueries) {
-      const int tile = smaller(count - i, kTileQueries);
-      float* state = states + (begin + i) * call.state_floats;
-      if (!seen) {
-        for (int j = 0; j < tile; ++j) state[j * call.state_floats + 1] = 0.0f;
-      } else if (i == 0) {
-        tile_states<Cache, true>(tile, call, blocks, span, begin + i, i, state);
-      } else {
-        tile_states<Cache, false>(tile, call, blocks, span, begin + i, i, state);
-      }
+    float* first = states + begin * call.state_floats;
+    if (!locate_blocks(call, span, begin, begin + count, blocks)) {
+      for (int i = 0; i < count; ++i) first[i * call.state_floats + 1] = 0.0f;
+      continue;
+    }
+    const int tiles = tiles_of(count);
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int i = count * tile / tiles, size = count * (tile + 1) / tiles - i;
+      tile_states(tile == 0, size, call, blocks, span, begin + i, i, first + i * call.state_floats);
     }
   }
 }
