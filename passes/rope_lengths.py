@@ -1,10 +1,11 @@
-"""Rotary embeddings whose frequencies depend on the length of the text, fixed by the engine's stated maximum context.
+"""Rotary embeddings whose frequencies depend on the length of the text, fixed by the engine's stated maximum
+context.
 
-`dynamic` (NTK) and `longrope` choose their frequencies from the longest position of a call. Keys that are cached cannot
-follow such a choice, so one set is taken for every length: the one that the model uses at `max_context` tokens. Up to the
-length of pretraining that is the original (short) set, which is also the model's own answer at every length; above it the
-scaled (long) set, which is the model's own answer for texts longer than pretraining. Types that transformers does not know
-are an error, never `default`.
+`dynamic` (NTK) and `longrope` choose their frequencies from the longest position of a call. Keys that are
+cached cannot follow such a choice, so one set is taken for every length: the one that the model uses at
+`max_context` tokens. Up to the length of pretraining that is the original (short) set, which is also the
+model's own answer at every length; above it the scaled (long) set, which is the model's own answer for texts
+longer than pretraining. Types that transformers does not know are an error, never `default`.
 Sources: dynamic NTK scaling, r/LocalLLaMA 2023; LongRoPE: Ding et al. 2024, §3.
 """
 
@@ -45,7 +46,8 @@ def check_rope_types(config: Any) -> None:
 
 
 def fix_rope_lengths(model: Any, max_context: int) -> list[str]:
-    """Give every rotary module the frequencies of `max_context` tokens and make it stop choosing; returns notes.
+    """Give every rotary module the frequencies of `max_context` tokens and make it stop choosing; returns
+    notes.
 
     Call with real (not meta) buffers.
     """
@@ -62,8 +64,8 @@ def fix_rope_lengths(model: Any, max_context: int) -> list[str]:
             if kind != "longrope" and "dynamic" not in kind:
                 continue
             parameters = sets.get(layer, {})
-            original = parameters.get("original_max_position_embeddings") or module.config.max_position_embeddings
-            extra = {"layer_type": layer} if layer is not None else {}
+            original = parameters.get("original_max_position_embeddings") or
+            module.config.max_position_embeddings extra = {"layer_type": layer} if layer is not None else {}
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](
                 module.config, torch.device("cpu"), seq_len=max(max_context, 1), **extra
             )
@@ -77,7 +79,8 @@ def fix_rope_lengths(model: Any, max_context: int) -> list[str]:
             note = (
                 f"rope type {kind}: the frequencies of {max_context} tokens serve every length"
                 if max_context > original
-                else f"rope type {kind}: the original frequencies, as {max_context} tokens are within {original}"
+                else f"rope type {kind}: the original frequencies, as {max_context} tokens are within
+                {original}"
             )
             if note not in notes:
                 notes.append(note)
