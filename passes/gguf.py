@@ -29,6 +29,7 @@ import contextlib
 import math
 import re
 import struct
+import unittest.mock
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -328,13 +329,15 @@ class GgufSource:
                 found=f"general.type {fields.get('general.type', 'model')}, {len(self.file.entries)} tensors",
                 expected="a language model's weights",
             )
+        self._header = _Header()
         self.config = self._read_config()
 
     def _read_config(self) -> Any:
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        with _understood(f"transformers cannot read the configuration in {self.path}", self.architecture):
+        problem = f"transformers cannot read the configuration in {self.path}"
+        with _understood(problem, self.architecture), self._header.given_to_transformers():
             config = AutoConfig.from_pretrained(
                 self.path.parent, gguf_file=self.path.name, local_files_only=True
             )
@@ -387,14 +390,39 @@ class GgufSource:
         """transformers' tokenizer, made to add the begin-of-text token exactly where the file says so."""
         from transformers import AutoTokenizer
 
-        with _understood(f"transformers cannot read the tokenizer in {self.path}", self.architecture):
+        problem = f"transformers cannot read the tokenizer in {self.path}"
+        with _understood(problem, self.architecture), self._header.given_to_transformers():
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path.parent, gguf_file=self.path.name, local_files_only=True
             )
+        self._header = _Header()  # a large vocabulary's header is hundreds of megabytes in gguf's form
         model = self.file.fields.get("tokenizer.ggml.model")
         wanted = self.file.fields.get("tokenizer.ggml.add_bos_token", model == "llama")
         _set_bos(tokenizer, bool(wanted))
         return tokenizer
+
+
+class _Header:
+    """One reading of a file's header for all that transformers asks, since each takes seconds."""
+
+    def __init__(self) -> None:
+        self._reader: gguf.GGUFReader | None = None
+
+    @contextlib.contextmanager
+    def given_to_transformers(self) -> Iterator[None]:
+        with unittest.mock.patch.object(gguf, "GGUFReader", self._read):
+            yield
+
+    def _read(self, path: str | Path, mode: str = "r") -> gguf.GGUFReader:
+        if self._reader is None:
+            with unittest.mock.patch.object(
+                np, "memmap", lambda *given, **named: np.asarray(_MEMMAP(*given, **named))
+            ):
+                self._reader = _READER(path)  # a plain array: slices of a memmap are slow
+        return self._reader
+
+
+_READER, _MEMMAP = gguf.GGUFReader, np.memmap
 
 
 @contextlib.contextmanager

@@ -171,7 +171,7 @@ def _symmetric(x: Tensor, valid: Tensor, form: WeightFormat, shrink: float) -> t
 
 
 def _asymmetric(x: Tensor, valid: Tensor, form: WeightFormat, shrink: float) -> tuple[Tensor, Tensor, Tensor]:
-    """codes in 0 … 15 with w = scale · code + offset; the scale reaches from the rounded offset to the top."""
+    """codes in 0 … 15 with w = scale · code + offset; the scale reaches from the rounded offset up."""
     low = torch.where(valid, x, torch.inf).amin(-1)
     high = torch.where(valid, x, -torch.inf).amax(-1)
     middle, reach = (high + low) / 2, (high - low) * (shrink / 2)
