@@ -86,7 +86,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a matrix: `values` [n, k] is float32, uint16 bits (bf16), int8 codes or uint8 codes (int4).
+    """Some rows of a matrix: `values` [n, k] is float32, uint16 bits (bf16), int8 or uint8 (int4).
 
     `scales` and `offsets` are float32 [n, groups], already rounded to f16 where the format stores f16; None
     where the format has none.

@@ -1,0 +1,69 @@
+"""From a final Program to the files that the cpu backend runs: program.json and weights.bin.
+
+The graph is lowered node by node into a flat list of instructions (instructions.md) by rules that are looked
+up by the op's name: lower_dialect.py has the dialect's, lower_generic.py those of ATen. Nothing is loaded
+until the list is complete; then the weights stream into their file one at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from enginewright.backends.artifact import canonical_json
+from enginewright.backends.cpu.lowering import RULES, Lowering
+from enginewright.backends.cpu.pack import FORMATS
+from enginewright.backends.cpu.weights_file import Progress
+from enginewright.passes.program import Program, Stage
+from enginewright.recipes.errors import LoweringError
+from enginewright.recipes.recipe import Recipe
+
+__all__ = ["capabilities", "lower"]
+
+PROGRAM_FILE = "program.json"
+WEIGHTS_FILE = "weights.bin"
+
+
+def capabilities() -> dict[str, Any]:
+    """What this backend can lower, as data: ops (by name), weight formats, KV formats and page sizes."""
+    import enginewright.backends.cpu.lower_dialect
+    import enginewright.backends.cpu.lower_generic  # noqa: F401
+
+    return {
+        "ops": sorted(RULES),
+        "weight_formats": list(FORMATS),
+        "kv_formats": ["f32", "bf16"],
+        "page_sizes": [16, 32],
+    }
+
+
+def lower(program: Program, recipe: Recipe, directory: Path, progress: Progress | None = None) -> list[str]:
+    """Write program.json and weights.bin for `program` into `directory`; returns the names of the files.
+
+    `recipe` gives the KV cache's format and page size. `progress(name, written, total)` is called before each
+    weight. Raises LoweringError with the op, its module and what is supported.
+    """
+    if program.stage != Stage.FINAL:
+        raise LoweringError(
+            "only a final program can be lowered", found=program.stage.name, expected=Stage.FINAL.name
+        )
+    lowering = Lowering(program)
+    output = lowering.run()
+    lowered = lowering.builder.finish(output)
+    kv_groups = [
+        {
+            "window": group.window,
+            "format": recipe.kv_cache.format,
+            "page_size": recipe.kv_cache.page_size,
+            "layers": [
+                {"kv_heads": layer.kv_heads, "key_dim": layer.key_dim, "value_dim": layer.value_dim}
+                for layer in group.layers
+            ],
+        }
+        for group in program.facts.kv_groups
+    ]
+    document = {"version": 1, "vocab_size": program.facts.vocab_size, "kv_groups": kv_groups, **lowered}
+    program.notes.extend(lowering.builder.weights.duplicates())
+    lowering.builder.weights.write(directory / WEIGHTS_FILE, progress)
+    (directory / PROGRAM_FILE).write_bytes(canonical_json(document))
+    return [PROGRAM_FILE, WEIGHTS_FILE]
