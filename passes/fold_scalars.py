@@ -4,7 +4,8 @@ the bit.
 Rules (c is a number, or a weight with a single element)
 1. x · 1, x / 1, x + 0, x - 0                                     →  x
 2. ew::embedding(ids, w) · c, the embedding having no other use   →  ew::embedding(ids, w, scale=c)
-3. ew::attention(q · c, …), c a power of two, likewise for k      →  ew::attention(q, …, scale · c)
+3. ew::attention(q · c, …), c a power of two, likewise for k      →  ew::attention(q, …, scale · c); views may
+   stand between
 
 Other factors stay: folding them would round elsewhere.
 """
@@ -26,6 +27,7 @@ from enginewright.passes.program import Program
 aten = torch.ops.aten
 _MULTIPLY = (aten.mul.Tensor, aten.mul.Scalar)
 _DIVIDE = (aten.div.Tensor, aten.div.Scalar)
+_VIEWS = (aten.reshape.default, aten.view.default, aten.permute.default)
 _SHIFT = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
 
 
@@ -95,10 +97,13 @@ def _scale_embedding(program: Program, node: fx.Node) -> bool:
 
 
 def _scale_attention(program: Program, node: fx.Node, index: int) -> bool:
-    scaled = _scaled(program, node.args[index])
-    if scaled is None or scaled[1] <= 0 or math.frexp(scaled[1])[0] != 0.5:
+    product = node.args[index]
+    while is_call(product, *_VIEWS) and only_user(product) is not None:
+        product = product.args[0]
+    scaled = _scaled(program, product)
+    if scaled is None or only_user(product) is None or scaled[1] <= 0 or math.frexp(scaled[1])[0] != 0.5:
         return False
-    node.update_arg(index, scaled[0])
+    product.replace_all_uses_with(scaled[0])
     scale = argument(node, "scale") * scaled[1]
     if len(node.args) > 5:
         node.update_arg(5, scale)

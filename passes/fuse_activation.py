@@ -73,7 +73,8 @@ def _is_elementwise(node: fx.Node) -> bool:
 def _regions(y: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """(x, nodes from x to y in graph order) for every x that all of y's inputs pass through, the nearest
     first."""
-    unread, nodes = {y}, []
+    unread: set[fx.Node] = {y}
+    nodes: list[fx.Node] = []
     while len(nodes) < _LARGEST_REGION:
         node = max(unread, key=order.__getitem__)
         if nodes and len(unread) == 1:

@@ -134,7 +134,9 @@ def _may_end(node: fx.Node) -> bool:
 
 def _regions(y: fx.Node, order: Mapping[fx.Node, int], constant: set[fx.Node]) -> Iterator[_Region]:
     """Regions that end in y and have a single input x of y's shape, the smallest first."""
-    unread, nodes, over_tables = {y}, [], set()
+    unread: set[fx.Node] = {y}
+    nodes: list[fx.Node] = []
+    over_tables: set[fx.Node] = set()
     while len(nodes) < _LARGEST_REGION:
         node = max(unread, key=order.__getitem__)
         if len(unread) == 1 and over_tables and _shape(node) == _shape(y):
@@ -267,7 +269,8 @@ class _Tables:
 
     def __init__(self, program: Program):
         self.program = program
-        self._nodes: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
+        self._first = next(node for node in program.graph.nodes if node.op == "call_function")
+        self._nodes: dict[tuple[str, tuple[int, ...]], fx.Node] = {}
         self._equal: dict[tuple[str, tuple[int, ...], tuple[int, ...]], bool] = {}
 
     def repeat(self, rotation: _Rotation) -> bool:
@@ -287,7 +290,7 @@ class _Tables:
 
     def half(self, columns: _Columns) -> fx.Node:
         """The node of positions' rows of the cut table, [T, R/2]."""
-        key = (columns.table, columns.first)
+        key = (str(columns.table.args[1].target), columns.first)  # type: ignore[union-attr]
         if key not in self._nodes:
             self._nodes[key] = self._cut(columns.table, columns.first)
         return self._nodes[key]
@@ -305,10 +308,10 @@ class _Tables:
             cut = _picked(flat, columns)
             name = f"{table.target}.columns_{'_'.join(map(str, columns))}"  # type: ignore[union-attr]
         if cut is whole:
-            return node
+            name = str(table.target)  # type: ignore[union-attr]
         known = self.program.weights.get(name)
         weight = self.program.add_weight(name, cut) if known is None else self.program.weight_node(name)
-        return self.program.call(OPS["position_table"], (positions, weight), after=node)
+        return self.program.call(OPS["position_table"], (positions, weight), before=self._first, module="")
 
 
 def _picked(weight: Weight, columns: tuple[int, ...]) -> Weight:

@@ -81,11 +81,18 @@ def join_rows(program: Program, linears: Sequence[fx.Node], before: fx.Node) -> 
                 program.weight_of(node) if node is not None else _no_bias(width_of(linear))
                 for linear, node in zip(linears, nodes, strict=True)
             ]
-            targets = [str(node.target) for node in nodes if node is not None]
-            joined = joined_name(targets)
+            joined = _joined_part(linears, name)
             parts[name] = program.add_weight(joined, concatenated(weights, 0, joined))
     module = joined_name([linear.meta.get("module", "") for linear in linears])
     return _call(program, linears[0], parts, before, module)
+
+
+def _joined_part(linears: Sequence[fx.Node], name: str) -> str:
+    """The target of a joined part; a bias is named after the matrices, since some linears may have none."""
+    of = "weight" if is_call(linears[0], OPS["linear"]) else "codes"
+    targets = [str(parts_of(linear)[of if name == "bias" else name].target) for linear in linears]  # type: ignore[union-attr]
+    joined = joined_name(targets)
+    return f"{joined.rpartition('.')[0]}.bias".lstrip(".") if name == "bias" else joined
 
 
 def _no_bias(width: int) -> Weight:

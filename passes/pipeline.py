@@ -19,6 +19,7 @@ from enginewright.passes.fuse_rope import FuseRope
 from enginewright.passes.fuse_siblings import FuseSiblings
 from enginewright.passes.insert_paged_kv import InsertPagedKv
 from enginewright.passes.manager import PassRecord, Progress, Step, run_steps
+from enginewright.passes.merge_duplicates import MergeDuplicates
 from enginewright.passes.program import Program, Stage
 from enginewright.passes.quantise_rtn import Quantise
 from enginewright.passes.select_rows import SelectRows
@@ -30,10 +31,11 @@ __all__ = ["run_pipeline", "steps"]
 def steps(recipe: Recipe) -> list[Step]:
     """The passes that a recipe asks for, in order."""
     return [
+        Step(MergeDuplicates(), Stage.NORMALISED),
         Step(FoldScalars(), Stage.FUSED),
         Step(FuseRope(), Stage.FUSED),
-        Step(FuseRmsNorm(), Stage.FUSED),
         Step(FuseLayerNorm(), Stage.FUSED),
+        Step(FuseRmsNorm(), Stage.FUSED),
         Step(FuseActivation(), Stage.FUSED),
         Step(FuseAddNorm(), Stage.FUSED),
         Step(Quantise(recipe), Stage.QUANTISED),

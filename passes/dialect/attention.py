@@ -52,7 +52,7 @@ def attend(
     else:
         column = sinks.float()[:, None, None].expand(-1, q.shape[0], 1)
         weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
-    return torch.einsum("hts,shd->thd", weights, values)
+    return torch.einsum("hts,shd->thd", weights, values).contiguous()
 
 
 def reference(
