@@ -1,0 +1,48 @@
+"""The cpu backend: a flat list of instructions over planned buffers, run by native code.
+
+`lower` (which needs torch) and the executor (which needs numpy and the native module) are imported only when
+used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from enginewright.backends.artifact import Artifact
+    from enginewright.backends.base import Backend
+    from enginewright.backends.cpu.executor import CpuExecutor
+    from enginewright.passes.program import Program
+    from enginewright.recipes.recipe import Recipe
+
+__all__ = ["BACKEND", "CpuBackend"]
+
+
+class CpuBackend:
+    """See `enginewright.backends.base.Backend`."""
+
+    name = "cpu"
+    target = "cpu"
+    exact = True
+
+    @property
+    def capabilities(self) -> Mapping[str, Any]:
+        from enginewright.backends.cpu.lower import capabilities
+
+        return capabilities()
+
+    def lower(self, program: Program, recipe: Recipe, directory: Path) -> list[str]:
+        from enginewright.backends.cpu.lower import lower
+
+        return lower(program, recipe, directory)
+
+    def load(self, engine: Artifact, **options: Any) -> CpuExecutor:
+        """Options: threads (None: one a core), weights ("mmap" or "copy"), max_tokens, max_rows, isa."""
+        from enginewright.backends.cpu.executor import CpuExecutor
+
+        return CpuExecutor(engine.file("program.json"), engine.file("weights.bin"), **options)
+
+
+BACKEND: Backend = CpuBackend()

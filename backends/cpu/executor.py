@@ -1,0 +1,133 @@
+"""The cpu backend's executor: numpy arrays in, logits out; the native module does the rest with the GIL released."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from enginewright.backends.base import KvGroupInfo, StepError, StepInput
+from enginewright.backends.cpu import _native
+from enginewright.recipes.errors import ArtifactError, InputError
+
+__all__ = ["CpuExecutor"]
+
+
+@contextmanager
+def _steps_own_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise StepError(str(error)) from None
+
+
+class CpuExecutor:
+    """Runs a lowered program. See `enginewright.backends.base.Executor` for the methods' contract.
+
+    `program`, `weights_file`: program.json and weights.bin. `threads`: None takes one for each core that the
+    process may use (affinity and cgroup quota). `weights`: "mmap" shares the file's pages with other
+    processes, "copy" reads them into (huge) pages of this one. `max_tokens`, `max_rows`: rows and logit rows
+    a step may have (max_rows: max_tokens unless given). `isa`: "avx512", "avx2" or "portable"; the best that
+    the machine has unless given.
+
+    Raises ArtifactError for a program that is damaged or does not fit its weights, InputError for options.
+    """
+
+    def __init__(
+        self,
+        program: str | os.PathLike[str],
+        weights_file: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        weights: str = "mmap",
+        max_tokens: int = 512,
+        max_rows: int | None = None,
+        isa: str = "",
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.max_rows = max_tokens if max_rows is None else max_rows
+        _check_options(threads, weights, self.max_tokens, self.max_rows, isa)
+        try:
+            text = Path(program).read_bytes().decode()
+            self._engine = _native.Engine(
+                text,
+                os.fspath(weights_file),
+                mode=weights,
+                max_tokens=self.max_tokens,
+                max_rows=self.max_rows,
+                threads=threads or 0,
+                isa=isa,
+            )
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ArtifactError(
+                f"the engine's program cannot be loaded: {error}",
+                found=os.fspath(program),
+                action="build the engine again with `optimize`",
+            ) from None
+        self.vocab_size: int = self._engine.vocab_size
+        self.threads: int = self._engine.threads
+        self.isa: str = self._engine.isa
+        self.max_positions: int = self._engine.position_limit
+        self.kv_groups = [
+            KvGroupInfo(g["window"], g["page_size"], g["page_bytes"], g["format"], len(g["layers"]))
+            for g in self._engine.kv_groups
+        ]
+        self._step = self._engine.step
+
+    def create_pool(self, pages_per_group: Sequence[int]) -> None:
+        with _steps_own_errors():
+            self._engine.create_pool(list(pages_per_group))
+
+    def copy_pages(self, group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        with _steps_own_errors():
+            self._engine.copy_pages(group, np.asarray(sources, np.int32), np.asarray(destinations, np.int32))
+
+    def fill_pool(self, value: float) -> None:
+        """Set every number of the pools: tests fill them with NaN to see that nothing unwritten is read."""
+        self._engine.fill_pool(value)
+
+    def step(self, step: StepInput) -> npt.NDArray[np.float32]:
+        # The native side checks all that check_step does, so that a step costs little here.
+        logits = np.empty((len(step.logit_rows), self.vocab_size), np.float32)
+        try:
+            self._step(
+                step.tokens,
+                step.positions,
+                step.seq_starts,
+                step.context_lens,
+                step.page_tables,
+                step.logit_rows,
+                logits,
+            )
+        except (ValueError, TypeError) as error:
+            raise StepError(str(error)) from None
+        return logits
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of weights, pool, arena (values between instructions) and scratch, as reserved (pages never touched cost
+        nothing)."""
+        memory: dict[str, int] = self._engine.memory()
+        return memory
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _check_options(threads: int | None, weights: str, max_tokens: int, max_rows: int, isa: str) -> None:
+    if threads is not None and not 1 <= threads <= 1024:
+        raise InputError("threads cannot be used", found=threads, expected="1 to 1024")
+    if weights not in ("mmap", "copy"):
+        raise InputError(
+            "weights cannot be loaded that way", found=repr(weights), expected="'mmap' or 'copy'"
+        )
+    for name, value in (("max_tokens", max_tokens), ("max_rows", max_rows)):
+        if not 1 <= value <= 1 << 20:
+            raise InputError(f"{name} cannot be used", found=value, expected=f"1 to {1 << 20}")
+    if isa and isa not in _native.available_isas():
+        raise InputError(
+            "this machine has no such kernels", found=repr(isa), expected=", ".join(_native.available_isas())
+        )

@@ -1,0 +1,301 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+namespace ew {
+namespace {
+
+constexpr int64_t kFewRows = 4;        // up to here every thread prepares all rows for itself
+constexpr int64_t kRowsPerThread = 32; // from here a thread has rows enough to keep them through all instructions
+constexpr int kMaxRowThreads = 16;     // beyond it, dividing rows would read the weights too often
+constexpr int64_t kSlack = 4096;       // after an arena: vector loads may begin, not only end, near its end
+constexpr int kSequenceBits = 24;
+
+int64_t page_aligned(int64_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+
+[[noreturn]] void refuse(const std::string &what) { throw std::invalid_argument("malformed step: " + what); }
+
+std::string number(int64_t n) { return std::to_string(n); }
+
+} // namespace
+
+Engine::Engine(const std::string &program, const EngineOptions &options, const Kernels &kernels)
+    : kernels_(kernels), options_(options) {
+    if (options.max_tokens < 1 || options.max_tokens > 1 << 20 || options.max_rows < 1 || options.max_rows > 1 << 20)
+        throw std::invalid_argument("max_tokens and max_rows must lie between 1 and 1048576");
+    if (options.threads < 0 || options.threads > 1024)
+        throw std::invalid_argument("threads must lie between 1 and 1024 (0: one a core)");
+    weights_ = options.copy ? Mapping::file_copy(options.weights) : Mapping::file(options.weights);
+    program_ = parse_program(program, int64_t(weights_.size()));
+    for (Weight &weight : program_.weights)
+        weight.linear.data = weights_.data() + weight.offset;
+    for (Instruction &code : program_.instructions)
+        if (code.op == Op::elementwise || code.op == Op::copy)
+            simplify(code.walk, int(code.in.size() + code.out.size()));
+
+    pool_ = std::make_unique<ThreadPool>(options.threads ? options.threads : usable_cpus());
+    arena_ = Mapping::anonymous(size_t(page_aligned(program_.arena_row_bytes[0] * options.max_tokens + kSlack) +
+                                       page_aligned(program_.arena_row_bytes[1] * options.max_rows + kSlack)),
+                                true);
+    rows_[0].arena = arena_.data();
+    rows_[1].arena = arena_.data() + page_aligned(program_.arena_row_bytes[0] * options.max_tokens + kSlack);
+    sequence_of_.resize(size_t(options.max_tokens));
+    plan_scratch();
+    plan_experts();
+    groups_.resize(program_.groups.size());
+
+    // Logits go straight into the caller's array where the output is a value of its own.
+    if (program_.values[size_t(program_.output.index)].width == program_.vocab_size)
+        redirected_ = program_.output.index;
+
+    for (const Instruction &code : program_.instructions) {
+        attention_of_.push_back(-1);
+        if (code.op != Op::attention)
+            continue;
+        auto same = [&](const AttentionPlan &plan) {
+            return plan.group == code.group && plan.kv_heads == code.kv_heads && plan.q_heads == code.q_heads &&
+                   plan.value_dim == code.value_dim;
+        };
+        auto found = std::find_if(attention_.begin(), attention_.end(), same);
+        attention_of_.back() = int(found - attention_.begin());
+        if (found == attention_.end()) {
+            AttentionPlan plan;
+            plan.group = code.group;
+            plan.kv_heads = code.kv_heads;
+            plan.q_heads = code.q_heads;
+            plan.value_dim = code.value_dim;
+            plan.window = code.window;
+            attention_.push_back(std::move(plan));
+        }
+    }
+}
+
+// Scratch of each thread, and the rows that all threads prepare together: sizes for the largest step.
+void Engine::plan_scratch() {
+    int64_t own = 0, together = 0, attention = 0, generic = 0;
+    bool gated = false;
+    for (const Instruction &code : program_.instructions) {
+        if (code.op == Op::linear || code.op == Op::linear_gated) {
+            const int64_t bytes =
+                kernels_.prepared_row_bytes(program_.weights[size_t(code.weights[0])].linear) * code.inner;
+            own = std::max(own, bytes * std::max(kFewRows, std::max<int64_t>(kRowChunk / code.inner, 1)));
+            together = std::max(together,
+                                bytes * (code.rows == RowKind::tokens ? options_.max_tokens : options_.max_rows));
+        }
+        gated |= code.op == Op::linear_gated || code.op == Op::moe;
+        if (code.op == Op::attention)
+            attention = std::max(
+                attention, int64_t(attention_scratch_bytes(
+                               program_.groups[size_t(code.group)].layers[size_t(code.layer)].layout)));
+        if (code.op >= Op::elementwise)
+            generic = std::max(generic, generic_scratch_bytes(code));
+    }
+    const int64_t tiles = gated ? 2 * kTileFloats * 4 : 0;
+    own = page_aligned(own);
+    attention = page_aligned(attention);
+    generic = page_aligned(generic);
+    const int64_t each = own + page_aligned(tiles) + attention + generic;
+    scratch_memory_ = Mapping::anonymous(size_t(each * pool_->threads() + page_aligned(together)), false);
+    uint8_t *at = scratch_memory_.data();
+    for (int thread = 0; thread < pool_->threads(); ++thread, at += each)
+        scratch_.push_back({at, at + own, at + own + page_aligned(tiles), at + own + page_aligned(tiles) + attention});
+    prepared_ = at;
+}
+
+void Engine::open_check() const {
+    if (!pool_)
+        throw std::runtime_error("the engine is closed");
+}
+
+void Engine::close() {
+    std::lock_guard<std::mutex> lock(busy_);
+    pool_.reset();
+    for (GroupPool &group : groups_)
+        group = GroupPool();
+    for (Mapping *memory : {&weights_, &arena_, &scratch_memory_, &states_, &experts_.memory})
+        memory->release();
+}
+
+// ---- pools --------------------------------------------------------------------------------------------------------
+
+void Engine::create_pool(const std::vector<int64_t> &pages) {
+    std::lock_guard<std::mutex> lock(busy_);
+    open_check();
+    if (pages.size() != groups_.size())
+        throw std::invalid_argument("the program has " + number(int64_t(groups_.size())) +
+                                    " KV groups, got page counts of " + number(int64_t(pages.size())));
+    std::vector<GroupPool> fresh(groups_.size());
+    for (size_t g = 0; g < pages.size(); ++g) {
+        if (pages[g] < 1 || pages[g] > std::numeric_limits<int32_t>::max())
+            throw std::invalid_argument("a pool has at least one page, got " + number(pages[g]));
+        fresh[g].pages = pages[g];
+        int64_t bytes = 0;
+        for (const KvLayer &layer : program_.groups[g].layers) {
+            fresh[g].layer_offset.push_back(bytes);
+            bytes += page_aligned(layer.layout.page_bytes * pages[g]);
+        }
+        fresh[g].memory = Mapping::anonymous(size_t(bytes), true);
+        fresh[g].written.assign(size_t(pages[g]), -1);
+    }
+    groups_ = std::move(fresh);
+}
+
+void Engine::copy_pages(int64_t group, const int32_t *sources, const int32_t *destinations, int64_t count) {
+    std::lock_guard<std::mutex> lock(busy_);
+    open_check();
+    if (group < 0 || group >= int64_t(groups_.size()))
+        throw std::invalid_argument("there is no KV group " + number(group));
+    GroupPool &pool = groups_[size_t(group)];
+    for (int64_t i = 0; i < count; ++i)
+        for (const int32_t page : {sources[i], destinations[i]})
+            if (page < 0 || page >= pool.pages)
+                throw std::invalid_argument("page " + number(page) + " does not lie in the pool of " +
+                                            number(pool.pages));
+    const auto &layers = program_.groups[size_t(group)].layers;
+    for (size_t l = 0; l < layers.size(); ++l) {
+        uint8_t *base = pool.memory.data() + pool.layer_offset[l];
+        const int64_t bytes = layers[l].layout.page_bytes;
+        for (int64_t i = 0; i < count; ++i)
+            if (sources[i] != destinations[i])
+                std::memcpy(base + destinations[i] * bytes, base + sources[i] * bytes, size_t(bytes));
+    }
+}
+
+void Engine::fill_pool(float value) {
+    std::lock_guard<std::mutex> lock(busy_);
+    open_check();
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    for (size_t g = 0; g < groups_.size(); ++g) {
+        const bool half = program_.groups[g].format == KvFormat::bf16;
+        const uint32_t pattern = half ? (bits & 0xffff0000u) | bits >> 16 : bits;
+        uint8_t *data = groups_[g].memory.data();
+        for (size_t i = 0; i < groups_[g].memory.size(); i += 4)
+            std::memcpy(data + i, &pattern, 4);
+    }
+}
+
+MemoryUse Engine::memory() const {
+    MemoryUse use{int64_t(weights_.size()), 0, int64_t(arena_.size()),
+                  int64_t(scratch_memory_.size() + states_.size() + experts_.memory.size())};
+    for (const GroupPool &group : groups_)
+        use.pool += int64_t(group.memory.size());
+    return use;
+}
+
+// ---- steps --------------------------------------------------------------------------------------------------------
+
+RowMode Engine::row_mode(int64_t rows) const {
+    if (rows <= kFewRows)
+        return RowMode::few;
+    const int threads = pool_->threads();
+    return threads <= kMaxRowThreads && rows >= kRowsPerThread * threads ? RowMode::rows : RowMode::tiles;
+}
+
+const std::vector<Phase> &Engine::schedule(const ScheduleKey &key) {
+    for (const auto &cached : schedules_)
+        if (cached->key == key)
+            return cached->phases;
+    schedules_.push_back(std::make_unique<CachedSchedule>(CachedSchedule{key, make_schedule(program_, key)}));
+    return schedules_.back()->phases;
+}
+
+// Everything that a kernel will rely on, so that no input can make one read or write outside its memory.
+void Engine::validate(const StepInput &in) {
+    const int64_t tokens = in.tokens_count, sequences = in.sequences;
+    if (tokens < 1 || tokens > options_.max_tokens)
+        refuse(number(tokens) + " tokens, expected 1 to " + number(options_.max_tokens));
+    if (in.logits_count > options_.max_rows)
+        refuse(number(in.logits_count) + " logit rows, at most " + number(options_.max_rows));
+    if (sequences < 1 || sequences > tokens || sequences >= 1 << kSequenceBits)
+        refuse(number(sequences) + " sequences of " + number(tokens) + " tokens");
+    if (in.groups != int64_t(groups_.size()))
+        refuse("page tables of " + number(in.groups) + " KV groups, expected " + number(int64_t(groups_.size())));
+    if (in.seq_starts[0] != 0 || in.seq_starts[sequences] != tokens)
+        refuse("seq_starts runs from " + number(in.seq_starts[0]) + " to " + number(in.seq_starts[sequences]) +
+               ", expected 0 to " + number(tokens));
+    for (int64_t t = 0; t < tokens; ++t)
+        if (in.tokens[t] < 0 || in.tokens[t] >= program_.token_limit)
+            refuse("token id " + number(in.tokens[t]) + " in row " + number(t) + ", the vocabulary has " +
+                   number(program_.token_limit));
+    for (int64_t r = 0; r < in.logits_count; ++r)
+        if (in.logit_rows[r] < 0 || in.logit_rows[r] >= tokens)
+            refuse("logit row " + number(in.logit_rows[r]) + " of " + number(tokens) + " rows");
+    for (int64_t s = 0; s < sequences; ++s)
+        if (in.seq_starts[s + 1] <= in.seq_starts[s])
+            refuse("sequence " + number(s) + " has no rows");
+    ++steps_;
+    for (int64_t s = 0; s < sequences; ++s) {
+        const int64_t begin = in.seq_starts[s], end = in.seq_starts[s + 1], context = in.context_lens[s];
+        const int64_t first = context - (end - begin);
+        if (first < 0 || context > program_.position_limit)
+            refuse("sequence " + number(s) + " has " + number(end - begin) + " rows of a context of " +
+                   number(context) + ", the limit is " + number(program_.position_limit));
+        for (int64_t t = begin; t < end; ++t) {
+            if (in.positions[t] != first + t - begin)
+                refuse("position " + number(in.positions[t]) + " in row " + number(t) + ", expected " +
+                       number(first + t - begin) + " (a sequence's rows are the last of its context)");
+            sequence_of_[size_t(t)] = int32_t(s);
+        }
+        for (int64_t g = 0; g < in.groups; ++g) {
+            const KvGroup &group = program_.groups[size_t(g)];
+            GroupPool &pool = groups_[size_t(g)];
+            const int64_t page_size = group.page_size;
+            if (context > in.table_width * page_size)
+                refuse("a page table of " + number(in.table_width) + " pages cannot hold a context of " +
+                       number(context));
+            const int32_t *table = in.page_tables + (g * sequences + s) * in.table_width;
+            const int64_t visible = group.window > 0 && first >= group.window ? first - group.window + 1 : 0;
+            for (int64_t p = visible / page_size; p <= (context - 1) / page_size; ++p) {
+                if (table[p] < 0 || table[p] >= pool.pages)
+                    refuse("sequence " + number(s) + ", KV group " + number(g) + ": page " + number(table[p]) +
+                           " for positions from " + number(p * page_size) + ", the pool has " + number(pool.pages) +
+                           (pool.pages ? "" : " (create_pool comes first)"));
+                if (p < first / page_size)
+                    continue;
+                int64_t &written = pool.written[size_t(table[p])];
+                if (written >> kSequenceBits == steps_)
+                    refuse("page " + number(table[p]) + " of KV group " + number(g) + " is written twice");
+                written = steps_ << kSequenceBits | s;
+            }
+        }
+    }
+}
+
+void Engine::step(const StepInput &input) {
+    std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+    if (!lock)
+        throw std::runtime_error("another step is running on this engine");
+    open_check();
+    validate(input);
+    input_ = input;
+    rows_[0].count = input.tokens_count;
+    rows_[1].count = input.logits_count;
+    ScheduleKey key{{row_mode(input.tokens_count), row_mode(input.logits_count)}, false};
+    std::copy(key.mode.begin(), key.mode.end(), mode_);
+    int64_t state_floats = 0;
+    for (AttentionPlan &plan : attention_) {
+        plan.make(pool_->threads(), int(input.sequences), input.seq_starts, input.positions);
+        key.spans |= plan.by_spans;
+        if (plan.by_spans)
+            state_floats = std::max(state_floats, plan.state_floats);
+    }
+    if (state_floats * 4 > int64_t(states_.size()))
+        states_ = Mapping::anonymous(size_t(page_aligned(state_floats * 4)), false);
+    phases_ = &schedule(key);
+    failed_ = -1;
+    auto body = [this](int thread) { run_thread(thread); };
+    pool_->run(body);
+    if (redirected_ < 0)
+        for (int64_t r = 0; r < input.logits_count; ++r)
+            std::memcpy(input.logits + r * program_.vocab_size, row_bytes(program_.output, r),
+                        size_t(program_.vocab_size) * 4);
+    const int failed = failed_;
+    if (failed >= 0)
+        throw std::runtime_error(program_.instructions[size_t(failed)].where() + ": " + failure_);
+}
+
+} // namespace ew
