@@ -65,7 +65,6 @@ class Quantise:
         for node, (weight_format, kept) in formats.items():
             if weight_format != "f32":
                 _REWRITES[str(_kind(node))](program, node, weight_format, stored, kept)
-        program.recompile()
         return PassResult(sum(form != "f32" for form, _ in formats.values()), tuple(notes))
 
 
@@ -82,7 +81,7 @@ def roles(program: Program) -> dict[fx.Node, str]:
     for node in nodes:
         kind = _kind(node)
         if kind == "embedding":
-            if argument(node, "ids").op == "placeholder" and argument(node, "ids").target == "tokens":
+            if _reads_tokens(argument(node, "ids")):
                 found[node] = "embedding"
         elif kind in ("linear", "moe"):
             found[node] = "head" if node in heads else "router" if node in routers else "linear"
@@ -107,6 +106,13 @@ def _producing_linears(ends: Iterable[fx.Node]) -> list[fx.Node]:
         elif dialect.name_of(node.target) is None or dialect.name_of(node.target) == "activation":
             stack.extend(node.all_input_nodes)
     return found
+
+
+def _reads_tokens(ids: fx.Node) -> bool:
+    """Whether ids are the tokens, perhaps cast or clamped, and not positions."""
+    while ids.op == "call_function" and len(ids.all_input_nodes) == 1:
+        ids = ids.all_input_nodes[0]
+    return ids.op == "placeholder" and ids.target == "tokens"
 
 
 def _matrices(node: fx.Node) -> list[fx.Node]:
