@@ -2,22 +2,20 @@
 
 Rules:
 1. The model is built on meta tensors in float32 (no memory for weights); only buffers that no checkpoint
-holds get values. 2. What cannot be captured exactly is refused by name before any work: encoder-decoders,
-models of several modalities, layers
-   that carry a state, chunked attention, unknown rope types.
+   holds get values.
+2. What cannot be captured exactly is refused by name before any work: encoder-decoders, models of several
+   modalities, layers that carry a state, chunked attention, unknown rope types.
 3. `torch.export` (non-strict) traces `model(tokens[1, T], positions[1, T])` with T dynamic. Attention, masks
-and experts are
-   caught whole by the hooks of `capture_hooks.py`; a model that has its own attention is traced with it, and
-   `own_attention.py` recognises it in the graph.
+   and experts are caught whole by the hooks of `capture_hooks.py`; a model that has its own attention is
+   traced with it, and `own_attention.py` recognises it in the graph.
 4. Parameters become `get_attr` nodes bound lazily to the checkpoint, a tied parameter one node. Assertions
-and devices vanish.
+   and devices vanish.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch import fx
 from enginewright.passes import dialect  # noqa: F401  (registers the ops)
 from enginewright.passes.capture_hooks import NAME, hooked
 from enginewright.passes.checkpoint import Source, open_source
+from enginewright.passes.in_place import make_functional
 from enginewright.passes.own_attention import recognise_attention
 from enginewright.passes.program import ModelFacts, Program, Stage
 from enginewright.passes.rope_lengths import check_rope_types, fix_rope_lengths
@@ -36,8 +35,15 @@ from enginewright.recipes.errors import CaptureError, EnginewrightError, InputEr
 __all__ = ["capture"]
 
 _TRACED_TOKENS = 24
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length",
-"n_ctx") _DEFAULT_CONTEXT = 2048
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+)
+_DEFAULT_CONTEXT = 2048
 
 
 def capture(source: str | Path | Source, max_context: int | None = None) -> Program:
@@ -76,13 +82,18 @@ def refuse_unsupported(config: Any) -> None:
 
     if getattr(config, "is_encoder_decoder", False):
         refuse("an encoder-decoder reads a second sequence", "is_encoder_decoder in config.json")
-    parts = [key for key in ("text_config", "vision_config", "audio_config") if getattr(config, key, None) is
-    not None] if parts:
+    parts = [
+        key
+        for key in ("text_config", "vision_config", "audio_config")
+        if getattr(config, key, None) is not None
+    ]
+    if parts:
         refuse(
             "a model of several modalities holds more than a language model",
             ", ".join(parts),
-            "save its language model alone as a folder of its own and build from that" if "text_config" in
-            parts else None,
+            "save its language model alone as a folder of its own and build from that"
+            if "text_config" in parts
+            else None,
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         refuse("transformers has no causal language model of this type", f"model_type {name!r}")
@@ -91,8 +102,7 @@ def refuse_unsupported(config: Any) -> None:
         refuse("some layers carry a recurrent state instead of keys and values", architecture.__name__)
     kinds = set(getattr(config, "layer_types", None) or ())
     if "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None):
-        refuse("chunked attention restarts its view at fixed positions, which a page table by window cannot
-        express",
+        refuse("chunked attention restarts its view at fixed positions, which a page table by window cannot express",
                f"attention_chunk_size {getattr(config, 'attention_chunk_size', None)}")  # fmt: skip
     other = kinds - {"full_attention", "sliding_attention"}
     if other:
@@ -109,8 +119,7 @@ def resolve_context(config: Any, stated: int | None) -> tuple[int, list[str]]:
     if stated is None:
         if own is None:
             return _DEFAULT_CONTEXT, [
-                f"the configuration states no context length: {_DEFAULT_CONTEXT} tokens are taken; set
-                max_context to change it"
+                f"the configuration states no context length: {_DEFAULT_CONTEXT} tokens are taken; set max_context to change it"
             ]
         return own, []
     if stated < 2:
@@ -136,7 +145,7 @@ def build_on_meta(config: Any) -> Any:
     except Exception as error:
         raise CaptureError(
             f"transformers cannot build a {config.model_type} model from this configuration",
-            found=_first_line(error)
+            found=_first_line(error),
         ) from error
     model.eval()
     for part in {id(m.config): m for m in model.modules() if hasattr(m, "config")}.values():
@@ -153,8 +162,12 @@ def real_buffers(model: Any) -> dict[str, torch.Tensor]:
     owners = []
     persistent = set(model.state_dict())
     for path, module in model.named_modules():
-        mine = [key for key, value in module._buffers.items() if value is not None and _join(path, key) not in
-        persistent] if not mine:
+        mine = [
+            key
+            for key, value in module._buffers.items()
+            if value is not None and _join(path, key) not in persistent
+        ]
+        if not mine:
             continue
         for key in mine:
             module._buffers[key] = torch.empty_like(module._buffers[key], device="cpu")
@@ -227,7 +240,7 @@ def export(model: Any, context: int) -> torch.export.ExportedProgram:
             cause = cause.__cause__ or cause.__context__
         raise CaptureError(
             f"{type(model).__name__} cannot be traced for a varying number of tokens",
-            found=_first_line(error)
+            found=_first_line(error),
         ) from error
 
 
@@ -274,6 +287,7 @@ def to_program(
     context: int,
 ) -> Program:
     """Rewrite an exported program's inputs into `tokens`, `positions` and lazily bound weights."""
+    make_functional(exported.graph)
     signature = exported.graph_signature
     state = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     lifted = getattr(signature, "inputs_to_lifted_tensor_constants", {})
@@ -309,8 +323,8 @@ def to_program(
                 continue
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 raise CaptureError(
-                    f"the trace holds a region that cannot stand in one graph, in {_module_path(node) or 'the
-                    model'}", found=str(node.target),
+                    f"the trace holds a region that cannot stand in one graph, in {_module_path(node) or 'the model'}",
+                    found=str(node.target),
                 )
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
             copied = graph.call_function(node.target, _on_cpu(args), _on_cpu(kwargs))
@@ -330,8 +344,9 @@ def to_program(
         if node.op == "placeholder":
             node.meta["val"] = program.fake([1, program.tokens], torch.int64)
         elif node.op == "get_attr":
-            node.meta["val"] = program.fake(bound[str(node.target)].shape,
-            _executed(bound[str(node.target)].dtype))
+            node.meta["val"] = program.fake(
+                bound[str(node.target)].shape, _executed(bound[str(node.target)].dtype)
+            )
         elif node.op == "call_function":
             program.infer(node)
     program.recompile()
@@ -351,8 +366,9 @@ def _bound_weight(name: str, weights: dict[str, Weight], buffers: dict[str, torc
         return weights[name]
     if name in buffers:
         return ConstantTensor(name, buffers[name])
-    raise CaptureError(f"the model uses {name}, which is neither in the checkpoint nor computed from the
-    configuration")
+    raise CaptureError(
+        f"the model uses {name}, which is neither in the checkpoint nor computed from the configuration"
+    )
 
 
 def _module_path(node: fx.Node) -> str:

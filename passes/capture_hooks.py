@@ -2,15 +2,13 @@
 
 Rules:
 1. A mask is never built. Its index function is evaluated at chosen rows for the engine's whole context, and
-the answer must
-   be causal, whole or windowed; the marker `Seen` carries it to the attention. Chunked, bidirectional and
-   other shapes are refused.
+   the answer must be causal, whole or windowed; the marker `Seen` carries it to the attention. Chunked,
+   bidirectional and other shapes are refused.
 2. An attention call that goes through transformers' attention interface becomes one `ew.attention` node. An
-argument that
-   would change its result and that the op cannot express is refused.
+   argument that would change its result and that the op cannot express is refused.
 3. An experts call that goes through the experts interface becomes one `ew.moe` node. Its gating function is
-recognised by
-   evaluating it, not by its name; interleaved or transposed weights are put into the op's layout.
+   recognised by evaluating it, not by its name; interleaved or transposed weights are put into the op's
+   layout.
 """
 
 from __future__ import annotations
@@ -33,11 +31,12 @@ __all__ = ["NAME", "Seen", "classify_mask", "hooked"]
 NAME = "enginewright"
 
 #: Keyword arguments of attention functions that do not change the result of one whole causal sequence without
-dropout. _HARMLESS = {
-    "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions",
-    "output_hidden_states", "layer_idx", "past_key_values", "cache", "deterministic", "training",
-    "query_length", "logits_to_keep", "return_dict", "target_dtype", "cu_seq_lens_q", "cu_seq_lens_k",
-    "max_length_q", "max_length_k", "num_items_in_batch", "output_router_logits",
+#: dropout.
+_HARMLESS = {
+    "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+    "layer_idx", "past_key_values", "cache", "deterministic", "training", "query_length", "logits_to_keep",
+    "return_dict", "target_dtype", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch",
+    "output_router_logits",
 }  # fmt: skip
 
 
@@ -148,9 +147,8 @@ class _Hooks:
             window = sliding_window if sliding_window and sliding_window < self.context else 0
         else:
             raise CaptureError(
-                f"attention in {_path(module)} is not causal, or its mask was not made by transformers' mask
-                functions", found=_brief(attention_mask) if attention_mask is not None else "no mask and
-                is_causal=False",
+                f"attention in {_path(module)} is not causal, or its mask was not made by transformers' mask functions",
+                found=_brief(attention_mask) if attention_mask is not None else "no mask and is_causal=False",
             )
         out = torch.ops.ew.attention(
             query[0].transpose(0, 1),
@@ -171,8 +169,9 @@ class _Hooks:
     ) -> torch.Tensor:
         """hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k] -> [T, H]."""
         if not getattr(module, "has_gate", True) or getattr(module, "has_post_expert_norm", False):
-            raise CaptureError(f"the experts in {_path(module)} are not plain gated MLPs",
-            found=type(module).__name__)
+            raise CaptureError(
+                f"the experts in {_path(module)} are not plain gated MLPs", found=type(module).__name__
+            )
         with _eagerly():
             activation, alpha, limit, interleaved = recognise_gate(module)
         gate_up, down = module.gate_up_proj, module.down_proj
@@ -185,8 +184,16 @@ class _Hooks:
             if gate_up_bias is not None:
                 gate_up_bias = torch.cat((gate_up_bias[:, ::2], gate_up_bias[:, 1::2]), 1)
         return torch.ops.ew.moe(
-            hidden_states, top_k_index, top_k_weights, gate_up, gate_up_bias, down, down_bias, activation,
-            alpha, limit
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            activation,
+            alpha,
+            limit,
         )
 
 
@@ -213,8 +220,9 @@ def recognise_gate(module: Any) -> tuple[str, float, float, bool]:
 
 
 def _brief(value: Any) -> str:
-    return f"{type(value).__name__}{list(value.shape)}" if isinstance(value, torch.Tensor) else
-    repr(value)[:60]
+    return (
+        f"{type(value).__name__}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:60]
+    )
 
 
 @contextlib.contextmanager

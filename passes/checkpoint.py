@@ -3,15 +3,15 @@ follow from them.
 
 Nothing is read but headers. Rules:
 1. The index decides. With `model.safetensors.index.json` only the shards it names are opened, and a tensor is
-taken from the
-   shard the index assigns it to; without one, `model.safetensors` alone; else `pytorch_model.bin` with or
-   without an index. Any other weight file beside them is reported as a note and never opened.
+   taken from the shard the index assigns it to; without one, `model.safetensors` alone; else
+   `pytorch_model.bin` with or without an index. Any other weight file beside them is reported as a note and
+   never opened.
 2. A missing, truncated or foreign file, a missing tensor and a wrong shape are each one InputError that names
-them. 3. Names go through transformers' own renamings and conversions, evaluated symbolically: experts stored
-one by one become a
-   lazy stack, a fused matrix a lazy slice. What cannot be expressed so is converted at load.
+   them.
+3. Names go through transformers' own renamings and conversions, evaluated symbolically: experts stored one by
+   one become a lazy stack, a fused matrix a lazy slice. What cannot be expressed so is converted at load.
 4. Tied tensors are one weight. A tensor absent from the checkpoint may stand for another only where the
-configuration ties them.
+   configuration ties them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ from enginewright.recipes.errors import InputError, near_matches
 __all__ = ["HuggingFaceFolder", "Source", "convert_names", "open_source"]
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64":
-    torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL":
-    torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class Source(Protocol):
-    """Where a model comes from: its transformers configuration, and its tensors under the model's own names.
-    """
+    """Where a model comes from: its transformers configuration, and its tensors under the model's own names."""
 
     path: Path
     config: Any
@@ -63,8 +62,9 @@ def open_source(path: str | Path) -> Source:
     ggufs = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if ggufs and not (path / "config.json").is_file():
         if len(ggufs) > 1:
-            raise InputError(f"{path} holds several GGUF files", found=[g.name for g in ggufs], action="name
-            one of them")
+            raise InputError(
+                f"{path} holds several GGUF files", found=[g.name for g in ggufs], action="name one of them"
+            )
         from enginewright.passes.gguf import GgufSource
 
         return GgufSource(ggufs[0])
@@ -77,8 +77,10 @@ class HuggingFaceFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_dir():
-            raise InputError(f"there is no model folder {self.path}", action="give a local Hugging Face folder
-            or a GGUF file")
+            raise InputError(
+                f"there is no model folder {self.path}",
+                action="give a local Hugging Face folder or a GGUF file",
+            )
         if not (self.path / "config.json").is_file():
             raise InputError(
                 f"{self.path} is not a Hugging Face model folder",
@@ -110,8 +112,7 @@ def _read_config(path: Path) -> Any:
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise InputError(
             f"transformers cannot read {path / 'config.json'}",
-            found=f"model_type {raw.get('model_type')!r}: {str(error).splitlines()[0] if str(error) else
-            error!r}",
+            found=f"model_type {raw.get('model_type')!r}: {str(error).splitlines()[0] if str(error) else error!r}",
         ) from error
 
 
@@ -146,8 +147,9 @@ class SafetensorsFile:
                     )
                 header = json.loads(file.read(length))
         except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read", found=error, action="copy or download the file again")
-            from error
+            raise InputError(
+                f"{path} cannot be read", found=error, action="copy or download the file again"
+            ) from error
         header.pop("__metadata__", None)
         needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if needed > size:
@@ -225,8 +227,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Weight], list[str]]:
     return tensors, notes
 
 
-def _sharded(path: Path, index: str, opener: Callable[[Path], Any]) -> tuple[dict[str, Weight], set[str],
-list[str]]:
+def _sharded(
+    path: Path, index: str, opener: Callable[[Path], Any]
+) -> tuple[dict[str, Weight], set[str], list[str]]:
     mapping = _read_json(path / index).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise InputError(f"{path / index} has no weight_map", action="copy or download the file again")
@@ -257,16 +260,18 @@ list[str]]:
         extra = sorted(key for key in files[shard].entries if mapping.get(key) != shard)
         if extra:
             where = f"; the index assigns {extra[0]} to {mapping[extra[0]]}" if extra[0] in mapping else ""
-            notes.append(f"{shard} holds {len(extra)} tensors that {index} does not assign to it,
-            unused{where}")
+            notes.append(
+                f"{shard} holds {len(extra)} tensors that {index} does not assign to it, unused{where}"
+            )
     return tensors, set(shards), notes
 
 
 # Names.
 
 
-def convert_names(model: Any, tensors: Mapping[str, Weight], source: str) -> tuple[dict[str, Weight],
-list[str]]:
+def convert_names(
+    model: Any, tensors: Mapping[str, Weight], source: str
+) -> tuple[dict[str, Weight], list[str]]:
     """Bind checkpoint tensors to the names of the meta `model`'s state dict, following transformers'
     conversion mapping.
 
@@ -309,8 +314,8 @@ list[str]]:
     surprising = [key for key in unused if not _matches(key, ignored)]
     if surprising:
         notes.append(
-            f"{len(surprising)} tensors of the checkpoint are not part of {type(model).__name__} and were left
-            out: " + ", ".join(surprising[:4]) + (", …" if len(surprising) > 4 else "")
+            f"{len(surprising)} tensors of the checkpoint are not part of {type(model).__name__} and were left out: "
+            + ", ".join(surprising[:4]) + (", …" if len(surprising) > 4 else "")
         )  # fmt: skip
     return {name: bound[name] for name in wanted if name in bound}, notes
 
@@ -334,8 +339,8 @@ def _tie(model: Any, bound: dict[str, Weight], wanted: Mapping[str, Any]) -> lis
                 bound[name] = bound[other]
             else:
                 notes.append(
-                    f"the configuration ties {name} to {other}, but the checkpoint holds different values for
-                    the two: " "they are kept apart"
+                    f"the configuration ties {name} to {other}, but the checkpoint holds different values for the two: "
+                    "they are kept apart"
                 )
         elif other in bound:
             bound[name] = bound[other]

@@ -22,7 +22,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -69,6 +69,14 @@ class Value:
         """The sizes of the feature axes."""
         sizes = list(self.node.meta["val"].shape)
         return sizes[1:] if self.token is not None else sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Patches:
+    """Slices (start, stop, value) along `dim` written so far into a tensor that began empty."""
+
+    dim: int
+    patches: list[tuple[int, int, Value]]
 
 
 class Normalise:
@@ -136,7 +144,7 @@ class _Normaliser:
             self.fail(f"{name} is an operation that is not known to stay within one token")
         return rule(self, node, *_bound(node))  # type: ignore[misc]
 
-    def fail(self, reason: str, **details: Any) -> Any:
+    def fail(self, reason: str, **details: Any) -> NoReturn:
         if "found" not in details and self.where is not None:
             details["found"] = f"node {self.where.format_node() or self.where.name}"
         raise CaptureError(f"{reason}, in {self.module or 'the model'}", **details)
@@ -229,8 +237,7 @@ class _Normaliser:
         return found
 
     def _constant(self, name: str, value: torch.Tensor, node: fx.Node | None) -> Weight:
-        """A constant or a table, one object for equal values. A large table is evaluated anew at each load.
-        """
+        """A constant or a table, one object for equal values. A large table is evaluated anew at each load."""
         value = value.float() if value.is_floating_point() else value
         content = value.contiguous()
         if content.dtype == torch.bool:
@@ -356,26 +363,15 @@ class _Normaliser:
         target = node.target
         if numbers:
             target, made = _with_numbers(target, made, numbers)
-        if _name(target).endswith("_") and not _name(target).startswith("_"):
-            target = self.out_of_place(node)
         positional_args, keywords = _call(target, made)
         return self.wrap(self.emit(target, *positional_args, **keywords), layout)
-
-    def out_of_place(self, node: fx.Node) -> Any:
-        """The functional form of an in-place op, if nothing reads the overwritten tensor later."""
-        source = node.args[0]
-        order = {n: i for i, n in enumerate(self.old.graph.nodes)}
-        if any(order[user] > order[node] for user in source.users):  # type: ignore[union-attr]
-            self.fail("a tensor is overwritten and read again")
-        packet = getattr(aten, _name(node.target)[:-1])
-        return getattr(packet, node.target._overloadname)  # type: ignore[union-attr]
 
     def linear(self, node: fx.Node, args: dict[str, Any]) -> Value:
         x = self.value(args["input"])
         weight = self.weight(args["weight"])
         if weight is None:
             self.fail("a product of two activations")
-        return self.product(x, weight, args.get("bias"))  # type: ignore[arg-type]
+        return self.product(x, weight, args.get("bias"))
 
     def product(self, x: Value, weight: Weight, bias: Any) -> Value:
         """Rule 3: x [..., K] times weight [N, K] transposed, plus bias [N]."""
@@ -404,15 +400,14 @@ class _Normaliser:
         weight = self.weight(args["mat2"])
         if weight is None or args.get("alpha", 1) != 1 or args.get("beta", 1) != 1:
             self.fail("a product of two activations")
-        return self.product(self.value(args["mat1"]), transposed(weight), args["self"])  # type:
-        ignore[arg-type]
+        return self.product(self.value(args["mat1"]), transposed(weight), args["self"])
 
     def embedding(self, node: fx.Node, args: dict[str, Any]) -> Value:
         """Rule 5."""
         weight, ids = self.weight(args["weight"]), args["indices"]
         if weight is None:
             self.fail("a lookup in a table that is not a weight")
-        table = self.weight_node(weight)  # type: ignore[arg-type]
+        table = self.weight_node(weight)
         if ids in self.positional:
             axis = self.token_axis(self.fake(ids))
             context = self.old.facts.max_context
@@ -424,14 +419,13 @@ class _Normaliser:
                 or not torch.equal(rows, torch.arange(context) + offset)
             ):
                 self.fail("a lookup by something other than a token or its position plus a constant")
-            last = int(rows[-1])
-            if last >= weight.shape[0]:  # type: ignore[union-attr]
+            learned = weight.shape[0]
+            if offset + context > learned:
                 self.fail(
                     "the maximum context needs more positions than the model has learned",
-                    found=f"{weight.shape[0]} rows, of which {weight.shape[0] - offset} are for text",  #
-                    type: ignore[union-attr] expected=f"{last + 1} rows for {context} tokens",
-                    action=f"set max_context to {weight.shape[0] - offset} or less",  # type:
-                    ignore[union-attr]
+                    found=f"{learned} rows, of which {learned - offset} are for text",
+                    expected=f"{offset + context} rows for {context} tokens",
+                    action=f"set max_context to {learned - offset} or less",
                 )
             made = self.emit(ew.embedding.default, self.inputs["positions"], table, offset)
             rank = self.fake(node).dim()
@@ -502,7 +496,7 @@ class _Normaliser:
 
     def indexed(self, node: fx.Node, args: dict[str, Any]) -> Value:
         """gather and scatter along a feature axis: all tensors share one layout."""
-        tensors = {k: self.value(a) for k, a in args.items() if isinstance(a, fx.Node)}
+        tensors = {k: self.filled(a) or self.value(a) for k, a in args.items() if isinstance(a, fx.Node)}
         x = next(iter(tensors.values()))
         token = next((v.token for v in tensors.values() if v.token is not None), None)
         batch = next((v.batch for v in tensors.values() if v.batch is not None), None)
@@ -514,11 +508,47 @@ class _Normaliser:
                 self.fail(f"{_name(node.target)} on a value without tokens")
             made[key] = self.aligned(v, x.rank, token, batch)
         made["dim"] = Value(x.node, x.rank, token, batch).axis(args["dim"])
-        target = node.target
-        if _name(target).endswith("_"):
-            target = self.out_of_place(node)
-        positional_args, keywords = _call(target, made)
-        return Value(self.emit(target, *positional_args, **keywords), x.rank, token, batch)
+        positional_args, keywords = _call(node.target, made)
+        return Value(self.emit(node.target, *positional_args, **keywords), x.rank, token, batch)
+
+    def filled(self, argument: fx.Node) -> Value | None:
+        """A positional `zeros_like` of an activation, made from that activation's node; None for anything else."""
+        source = argument.args[0] if argument.args else None
+        if argument not in self.positional or argument.target not in _LIKE or source in self.positional:
+            return None
+        if list(self.fake(source).shape) != list(self.fake(argument).shape):
+            return None
+        x = self.value(source)
+        number = _LIKE[argument.target]
+        fill = argument.args[1] if number is None else number
+        made = self.emit(aten.full_like.default, x.node, fill, dtype=_executed(self.fake(argument).dtype))
+        return dataclasses.replace(x, node=made)
+
+    def scattered(self, node: fx.Node, args: dict[str, Any]) -> Any:
+        """Slices written side by side into an empty tensor: a join once they cover it."""
+        dim = args.get("dim", 0) % self.fake(node).dim()
+        size = int(self.fake(node).shape[dim])
+        start, stop, step = slice(args.get("start"), args.get("end"), args.get("step", 1)).indices(size)
+        if step != 1:
+            self.fail("every second feature is written")
+        target = args["self"]
+        known = self.values.get(target)
+        if isinstance(known, _Patches):
+            patches = known.patches if known.dim == dim else self.fail("slices of several axes are written")
+        elif target in self.positional and target.target in _LIKE:
+            patches = []
+        else:
+            x = self.value(target)
+            patches = [(0, start, self.part(x, dim, 0, start)), (stop, size, self.part(x, dim, stop, size))]
+        patches = [p for p in patches if p[0] < p[1] and (p[1] <= start or p[0] >= stop)]
+        patches = sorted([*patches, (start, stop, self.value(args["src"]))], key=lambda p: p[0])
+        ends = [0, *(p[1] for p in patches)]
+        if [p[0] for p in patches] == ends[:-1] and ends[-1] == size:
+            return self.joined([p[2] for p in patches], dim, self.fake(node))
+        return _Patches(dim, patches)
+
+    def part(self, x: Value, dim: int, start: int, stop: int) -> Value:
+        return dataclasses.replace(x, node=self.cut(x, dim, start, stop)) if start < stop else x
 
     # Layout.
 
@@ -783,8 +813,7 @@ class _Normaliser:
             v = self.value(argument)
             made[key] = v.node if v.token is None else self.aligned(v, v.rank, v.token, None)
         positional_args, keywords = _call(node.target, made)
-        return Value(self.emit(node.target, *positional_args, **keywords), self.fake(node).dim(), 0)  # type:
-        ignore[arg-type]
+        return Value(self.emit(node.target, *positional_args, **keywords), self.fake(node).dim(), 0)
 
 
 # Helpers on ops.
@@ -889,6 +918,20 @@ def _without_batch(sizes: Sequence[int], axis: int) -> list[int]:
     return list(sizes[1:]) if axis >= 1 and sizes and sizes[0] == 1 else list(sizes)
 
 
+def _executed(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype
+
+
+#: Ops that fill a tensor of another's shape -> with what (None: their second argument).
+_LIKE: dict[Any, float | None] = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.empty_like.default: 0,
+    aten.new_empty.default: 0,
+    aten.new_zeros.default: 0,
+    aten.full_like.default: None,
+}
+
 _RULES: dict[str, Callable[..., Any]] = {}
 
 
@@ -898,17 +941,18 @@ def _register(names: str, rule: Callable[..., Any]) -> None:
 
 
 _register(
-    "clone contiguous detach alias dropout dropout_ lift_fresh_copy lift_fresh feature_dropout",
+    "clone contiguous detach alias dropout lift_fresh_copy lift_fresh feature_dropout",
     _Normaliser.same,
 )
 _register("to _to_copy type_as float", _Normaliser.cast)
 _register(
-    """abs acos add add_ addcdiv addcmul asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil
-    clamp clamp_ clamp_max clamp_min cos cosh div div_ elu eq erf exp exp2 expm1 floor floor_divide fmod ge
+    """abs acos add addcdiv addcmul asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil
+    clamp clamp_max clamp_min cos cosh div elu eq erf exp exp2 expm1 floor floor_divide fmod ge
     gelu gt hardsigmoid hardswish hardtanh isinf isnan le leaky_relu lerp log log10 log1p log2 logical_and
-    logical_not logical_or logical_xor lt masked_fill masked_fill_ maximum minimum mish mul mul_ ne neg pow
-    reciprocal relu relu6 relu_ remainder round rsqrt rsub sigmoid sign silu silu_ sin sinh softplus sqrt
-    square sub sub_ tan tanh trunc where log_sigmoid""", _Normaliser.elementwise,
+    logical_not logical_or logical_xor lt masked_fill maximum minimum mish mul ne neg pow
+    reciprocal relu relu6 remainder round rsqrt rsub sigmoid sign silu sin sinh softplus sqrt
+    square sub tan tanh trunc where log_sigmoid""",
+    _Normaliser.elementwise,
 )
 _register("linear", _Normaliser.linear)
 _register("matmul mm bmm", _Normaliser.matmul)
@@ -921,7 +965,7 @@ _register(
     argsort sort topk cumsum cumprod logsumexp flip""",
     _Normaliser.along,
 )
-_register("gather scatter scatter_ scatter_add", _Normaliser.indexed)
+_register("gather scatter scatter_add", _Normaliser.indexed)
 _register(
     "view reshape _unsafe_view unsqueeze squeeze flatten unflatten view_as reshape_as", _Normaliser.view
 )
@@ -936,5 +980,6 @@ _register("repeat", _Normaliser.repeat)
 _register("repeat_interleave", _Normaliser.repeat_interleave)
 _register("index", _Normaliser.index)
 _register("pad constant_pad_nd", _Normaliser.pad)
+_register("slice_scatter", _Normaliser.scattered)
 _register("one_hot", _Normaliser.one_hot)
 _register("ew.attention ew.moe", _Normaliser.packed)

@@ -8,6 +8,7 @@ what position t of every text gets. That the result does not depend on n is chec
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class Positional:
     """The positional part of one captured Program."""
 
     def __init__(self, program: Program):
-        self.program = program
+        self.program = copy.copy(program)  # keeps the captured graph when the program moves on
         self.nodes: set[fx.Node] = set()
         for node in program.graph.nodes:
             if self._is_positional(node):
@@ -143,9 +144,10 @@ class Positional:
             part = self._leading(self.evaluate(node, shorter), axis)
             expected = whole if axis is None else whole[:shorter]
             if not _same(part, expected):
+                module = node.meta.get("module") or "the model"
                 raise CaptureError(
-                    f"a value in {node.meta.get('module') or 'the model'} depends on the length of the text,
-                    not only on " "the position, so cached keys could not follow it",
+                    f"a value in {module} depends on the length of the text, not only on the position, "
+                    "so cached keys could not follow it",
                     found=f"{node.name}: its first rows differ between {shorter} and {tokens} tokens",
                 )
         return whole

@@ -64,8 +64,10 @@ def fix_rope_lengths(model: Any, max_context: int) -> list[str]:
             if kind != "longrope" and "dynamic" not in kind:
                 continue
             parameters = sets.get(layer, {})
-            original = parameters.get("original_max_position_embeddings") or
-            module.config.max_position_embeddings extra = {"layer_type": layer} if layer is not None else {}
+            original = (
+                parameters.get("original_max_position_embeddings") or module.config.max_position_embeddings
+            )
+            extra = {"layer_type": layer} if layer is not None else {}
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](
                 module.config, torch.device("cpu"), seq_len=max(max_context, 1), **extra
             )
@@ -79,8 +81,7 @@ def fix_rope_lengths(model: Any, max_context: int) -> list[str]:
             note = (
                 f"rope type {kind}: the frequencies of {max_context} tokens serve every length"
                 if max_context > original
-                else f"rope type {kind}: the original frequencies, as {max_context} tokens are within
-                {original}"
+                else f"rope type {kind}: the original frequencies, as {max_context} tokens are within {original}"
             )
             if note not in notes:
                 notes.append(note)

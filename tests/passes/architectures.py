@@ -1,7 +1,7 @@
 """Tiny models with random weights, one a family, for tests that must hold on every architecture.
 
-Sizes are odd where the family allows it, and weights are large (matrices N(0, 0.2), norms around 1, biases random), so
-that a dropped scalar, a transposed matrix or a wrong window shows in the logits.
+Sizes are odd where the family allows it, and weights are large (matrices N(0, 0.2), norms around 1, biases
+random), so that a dropped scalar, a transposed matrix or a wrong window shows in the logits.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def randomise(model: PreTrainedModel, seed: int = 0, matrix_std: float = 0.2) -> PreTrainedModel:
-    """Fill every parameter and persistent buffer with seeded noise that leaves no term of the model invisible."""
+    """Fill every parameter and persistent buffer with seeded noise that leaves no term of the model
+    invisible.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -126,7 +128,9 @@ FAMILIES = sorted({name.partition("-")[0] for name in ARCHITECTURES})
 
 
 def save(arch: str, directory: Path, **changes: Any) -> Path:
-    """Write an architecture's model as a Hugging Face folder (config, safetensors, a tiny tokenizer); returns the folder."""
+    """Write an architecture's model as a Hugging Face folder (config, safetensors, a tiny tokenizer); returns
+    the folder.
+    """
     model = ARCHITECTURES[arch](**changes)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
@@ -135,14 +139,18 @@ def save(arch: str, directory: Path, **changes: Any) -> Path:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A word-level tokenizer over the whole tiny vocabulary: token i is the word `wi`; 0, 1, 2 are <pad>, <bos>, <eos>."""
+    """A word-level tokenizer over the whole tiny vocabulary: token i is the word `wi`; 0, 1, 2 are <pad>,
+    <bos>, <eos>.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = ["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(3, VOCAB))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
     fast.save_pretrained(directory)
 
 
