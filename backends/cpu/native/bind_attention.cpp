@@ -4,9 +4,9 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -201,6 +201,7 @@ void bind_attention(nb::module_& module) {
       "log(sum(exp(row))) of f32 [rows, vocab] -> f32 [rows]; a token's log-probability is its logit minus this.");
 
   nb::module_ m = module.def_submodule("attention", "Attention kernels of one named variant, for tests.");
+  m.def("isas", &available_isas, "Variants that this machine runs, best first.");
   nb::class_<Pool>(m, "Pool", "One layer's pages of keys and values.")
       .def(nb::init<const std::string&, int, int, int, int, int>(), nb::arg("format"), nb::arg("kv_heads"),
            nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("page_size"), nb::arg("pages"))
