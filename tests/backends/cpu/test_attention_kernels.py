@@ -19,7 +19,7 @@ kernels = native.attention
 
 ISAS = kernels.isas()
 FREED = 2**30
-# Relative to the largest value. f32: sums of some hundred terms. bf16: queries, keys, values and weights rounded.
+# Relative to the largest value. f32: sums of some hundred terms. bf16: q, k, v and the weights are rounded.
 TOLERANCE = {"f32": 2e-6, "bf16": 2e-2}
 
 
