@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from enginewright.passes import dialect  # noqa: F401  (registers the ops)
 from enginewright.passes.capture_hooks import NAME, hooked
@@ -60,9 +62,9 @@ def capture(source: str | Path | Source, max_context: int | None = None) -> Prog
     check_rope_types(config)
     context, notes = resolve_context(config, max_context)
     model = build_on_meta(config)
-    buffers = real_buffers(model)
+    fill_buffers(model)
     notes += fix_rope_lengths(model, context)
-    buffers.update(_collect_buffers(model, off_meta=True))
+    buffers = fake_weights(model)
     exported = export(model, context)
     weights, more = source.bind(model)
     program = to_program(exported, model, weights, buffers, context)
@@ -155,7 +157,7 @@ def build_on_meta(config: Any) -> Any:
     return model
 
 
-def real_buffers(model: Any) -> dict[str, torch.Tensor]:
+def fill_buffers(model: Any) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies, normalisers), in place; the rest
     stays on meta.
     """
@@ -176,7 +178,6 @@ def real_buffers(model: Any) -> dict[str, torch.Tensor]:
         for module in owners:
             module._is_hf_initialized = False
             _owner_model(model, module)._init_weights(module)
-    return _collect_buffers(model, off_meta=False)
 
 
 def _owner_model(model: Any, module: Any) -> Any:
@@ -190,16 +191,26 @@ def _owner_model(model: Any, module: Any) -> Any:
     return owner
 
 
-def _collect_buffers(model: Any, off_meta: bool) -> dict[str, torch.Tensor]:
-    """Real buffers by path; with `off_meta`, each is replaced by a meta tensor in the model for tracing."""
-    found = {}
+def fake_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Turn meta tensors into fake ones on the CPU, so that real buffers and they may meet; returns the real buffers by path."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    made: dict[int, Any] = {}
+    buffers = {}
     for path, module in model.named_modules():
+        for key, value in module._parameters.items():
+            if value is not None and id(value) not in made:
+                with mode:
+                    fake = torch.empty(value.shape, dtype=value.dtype)
+                made[id(value)] = (torch.nn.Parameter(fake, requires_grad=False), value)
+            if value is not None:
+                module._parameters[key] = made[id(value)][0]
         for key, value in module._buffers.items():
-            if value is not None and value.device.type != "meta":
-                found[_join(path, key)] = value
-                if off_meta:
-                    module._buffers[key] = value.to("meta")
-    return found
+            if value is not None and value.device.type == "meta":
+                with mode:
+                    module._buffers[key] = torch.empty(value.shape, dtype=value.dtype)
+            elif value is not None:
+                buffers[_join(path, key)] = value
+    return buffers
 
 
 def _join(path: str, key: str) -> str:
@@ -221,9 +232,9 @@ class _Logits(torch.nn.Module):
 
 
 def export(model: Any, context: int) -> torch.export.ExportedProgram:
-    """Trace the meta model with a dynamic number of tokens between 2 and `context`."""
+    """Trace the model with a dynamic number of tokens between 2 and `context`."""
     length = min(_TRACED_TOKENS, context)
-    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    ids = torch.zeros(1, length, dtype=torch.long)
     dim = torch.export.Dim("T", min=2, max=context)
     try:
         with torch.no_grad(), hooked(model, context), _quiet():
@@ -327,7 +338,7 @@ def to_program(
                     found=str(node.target),
                 )
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
-            copied = graph.call_function(node.target, _on_cpu(args), _on_cpu(kwargs))
+            copied = graph.call_function(node.target, args, kwargs)
             copied.meta = {"module": _module_path(node)}
             values[node] = copied
         elif node.op == "output":
@@ -377,16 +388,6 @@ def _module_path(node: fx.Node) -> str:
     for entry in stack.values():
         path = entry[0]
     return path.removeprefix("model.") if path != "model" else ""
-
-
-def _on_cpu(argument: Any) -> Any:
-    if isinstance(argument, torch.device):
-        return torch.device("cpu")
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(_on_cpu(item) for item in argument)
-    if isinstance(argument, dict):
-        return {key: _on_cpu(value) for key, value in argument.items()}
-    return argument
 
 
 def _facts(model: Any, context: int) -> ModelFacts:
