@@ -1,13 +1,15 @@
 """Chat templates: the Jinja programs that come with a model and turn messages into its prompt text.
 
-They are set up exactly as transformers sets them up (version 5; `utils/chat_template_utils.py`): a sandbox in which
-nothing can be changed, trimmed blocks, loop controls, a `tojson` that escapes nothing, `raise_exception`,
-`strftime_now`, a `generation` tag that only marks, a guarded `namespace`. What transformers renders is rendered alike,
-character for character, with two additions where it would fail or print Python: text parts are joined for a template
-that knows only strings, and a missing content counts as empty.
+They are set up exactly as transformers sets them up (version 5; `utils/chat_template_utils.py`): a sandbox in
+which nothing can be changed, trimmed blocks, loop controls, a `tojson` that escapes nothing,
+`raise_exception`, `strftime_now`, a `generation` tag that only marks, a guarded `namespace`. What
+transformers renders is rendered alike, character for character, with two additions where it would fail or
+print Python: text parts are joined for a template that knows only strings, and a missing content counts as
+empty.
 
 Text inside a message is data to the template, but the tokenizer that reads the result cannot tell it from the
-template's own: a message that spells a special token is encoded as that token, as it is in transformers by default.
+template's own: a message that spells a special token is encoded as that token, as it is in transformers by
+default.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` marks what the assistant said; for a prompt it is the text inside."""
+    """`{% generation %} … {% endgeneration %}` marks what the assistant said; for a prompt it is the text
+    inside.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
@@ -76,7 +80,9 @@ class _Namespace(jinja2.utils.Namespace):
     @staticmethod
     def _check(name: Any) -> None:
         if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
+            raise jinja2.exceptions.SecurityError(
+                f"a namespace cannot hold {name!r}: it begins with an underscore"
+            )
 
 
 def _raise_exception(message: str) -> None:
@@ -107,11 +113,13 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """A model's template, or several under names.
 
-    `special_tokens` (bos_token, eos_token, …) are variables in every template. Raises RequestError for everything that
-    a conversation or a template can do wrong; the template's own message is in it.
+    `special_tokens` (bos_token, eos_token, …) are variables in every template. Raises RequestError for
+    everything that a conversation or a template can do wrong; the template's own message is in it.
     """
 
-    def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None
+    ) -> None:
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
         self._single = isinstance(source, str)
         self._special_tokens = dict(special_tokens or {})
@@ -131,8 +139,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text of a conversation.
 
-        `template` names one of several, or is itself a template. `continue_final_message` leaves the last message open,
-        for the model to go on with. `variables` are handed to the template (they hide special tokens of that name).
+        `template` names one of several, or is itself a template. `continue_final_message` leaves the last
+        message open, for the model to go on with. `variables` are handed to the template (they hide special
+        tokens of that name).
         """
         compiled = self._compile(self._choose(template, tools))
         chat = _check_messages(messages, parts=compiled.takes_parts)
@@ -224,13 +233,15 @@ def _walks_over_content(tree: jinja2.nodes.Template) -> bool:
         for node in tree.find_all(jinja2.nodes.Assign)
         if isinstance(node.target, jinja2.nodes.Name) and reads_content(node.node, set())
     }
-    macro_arguments = {argument.name for macro in tree.find_all(jinja2.nodes.Macro) for argument in macro.args}
+    macro_arguments = {
+        argument.name for macro in tree.find_all(jinja2.nodes.Macro) for argument in macro.args
+    }
     names |= {name for name in macro_arguments if "content" in name}
     names -= {"messages", "message"}
     return any(reads_content(loop.iter, names) for loop in tree.find_all(jinja2.nodes.For))
 
 
-# ------------------------------------------------------------------------------------------------ conversations
+# ------------------------------------------------------------------------------------------- conversations
 
 
 def _check_messages(messages: Any, parts: bool) -> list[dict[str, Any]]:
@@ -244,7 +255,9 @@ def _check_messages(messages: Any, parts: bool) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise RequestError(f"messages[{place}] must be an object", found=type(message).__name__)
         if not isinstance(message.get("role"), str):
-            raise RequestError(f"messages[{place}] needs a role", found=repr(message.get("role")), expected="a string")
+            raise RequestError(
+                f"messages[{place}] needs a role", found=repr(message.get("role")), expected="a string"
+            )
         plain = {key: _plain(value) for key, value in message.items() if value is not None}
         if "content" in plain:
             plain["content"] = _check_content(place, plain["content"], parts)
@@ -266,7 +279,9 @@ def _check_content(place: int, content: Any, parts: bool) -> str | list[Any]:
         text = part.get("text") if isinstance(part, Mapping) else part
         if kind != "text" or not isinstance(text, str):
             raise RequestError(
-                f"{where}[{number}] is not text", found=repr(kind if kind != "text" else text)[:80], expected="text parts only"
+                f"{where}[{number}] is not text",
+                found=repr(kind if kind != "text" else text)[:80],
+                expected="text parts only",
             )
         texts.append(text)
     return content if parts else "".join(texts)
@@ -290,7 +305,7 @@ def _dictionaries(name: str, values: Sequence[Any] | None) -> list[Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Rebuild `value` out of JSON's types, so that a template never holds an object with methods of its own."""
+    """Rebuild `value` out of JSON's types: a template never holds an object with methods of its own."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):

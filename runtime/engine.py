@@ -4,8 +4,8 @@
         for completion in engine.generate(["The capital of France is", "2 + 2 ="], max_tokens=16):
             print(completion.text)
 
-Everything goes through one `EngineLoop`: prompts given together are batched, and prompts given from several threads
-as well.
+Everything goes through one `EngineLoop`: prompts given together are batched, and prompts given from several
+threads as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +25,8 @@ from enginewright.backends.base import Executor
 from enginewright.recipes.errors import InputError, RequestError
 
 from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
-from .memory import KvGroupSize, plan_pages
+from .memory import plan_pages
+from .pages import GroupSpec
 from .request import Completion, Request, SamplingOptions, check_token_ids
 from .stop import StopMatcher
 from .text import IncrementalDetokenizer, Tokenizer
@@ -36,11 +36,13 @@ __all__ = ["Engine", "TextDelta", "load"]
 Prompts = str | Sequence[Any]
 
 DEFAULT_CACHE_BYTES = 1 << 30
+SCORED_ROWS = 128  # logit rows of a step when scoring; with a vocabulary of 262,144 a row takes 1 MiB
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of one prompt's answer: `text` follows what came before, `token_ids` are the ids since the last piece.
+    """A piece of one prompt's answer: `text` follows what came before, `token_ids` are the ids since the last
+    piece.
 
     The last piece of a prompt carries its `finish_reason` (and `error`, for "error"); `text` may be empty.
     """
@@ -66,20 +68,34 @@ def load(
 ) -> Engine:
     """Load the engine in the folder `path`.
 
-    `threads`: None takes what the machine allows. `weights`: "mmap" shares pages between processes, "copy" reads them
-    into this one. `check` hashes every file first. `max_sequences`, `token_budget`, `chunk_size`: see `LoopLimits`. The
-    key/value cache takes `cache_tokens` tokens, or `cache_bytes` (1 GiB unless given); no more than max_sequences
-    sequences can use.
+    `threads`: None takes what the machine allows. `weights`: "mmap" shares pages between processes, "copy"
+    reads them into this one. `check` hashes every file first. `max_sequences`, `token_budget`, `chunk_size`:
+    see `LoopLimits`. The key/value cache takes `cache_tokens` tokens, or `cache_bytes` (1 GiB unless given);
+    no more than max_sequences sequences can use.
     """
     if weights not in ("mmap", "copy"):
-        raise InputError("weights cannot be loaded that way", found=repr(weights), expected="'mmap' or 'copy'")
-    for name, value in (("threads", threads), ("max_sequences", max_sequences), ("token_budget", token_budget),
-                        ("chunk_size", chunk_size), ("cache_tokens", cache_tokens), ("cache_bytes", cache_bytes)):  # fmt: skip
+        raise InputError(
+            "weights cannot be loaded that way", found=repr(weights), expected="'mmap' or 'copy'"
+        )
+    counts = {
+        "threads": threads,
+        "max_sequences": max_sequences,
+        "token_budget": token_budget,
+        "chunk_size": chunk_size,
+        "cache_tokens": cache_tokens,
+        "cache_bytes": cache_bytes,
+    }
+    for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{name} cannot be used", found=repr(value), expected="a positive integer")
     artifact = path if isinstance(path, Artifact) else open_engine(path, check=check)
+    token_budget = max(token_budget, max_sequences)
     executor = get_backend(artifact.manifest["backend"]).load(
-        artifact, threads=threads, weights=weights, max_tokens=max(token_budget, max_sequences)
+        artifact,
+        threads=threads,
+        weights=weights,
+        max_tokens=token_budget,
+        max_rows=min(token_budget, max(max_sequences, SCORED_ROWS)),
     )
     try:
         return Engine(
@@ -117,9 +133,8 @@ class Engine:
         self.max_context: int = model["max_context"]
         self.tokenizer = Tokenizer(artifact.path) if "tokenizer.json" in artifact else None
         token_budget = max(token_budget, max_sequences)
-        groups = [KvGroupSize.from_manifest(group) for group in artifact.manifest["kv_groups"]]
         pages = plan_pages(
-            groups,
+            executor.kv_groups,
             max_context=self.max_context,
             max_sequences=max_sequences,
             chunk=min(chunk_size or token_budget, token_budget),
@@ -128,9 +143,9 @@ class Engine:
         )
         self.loop = EngineLoop(
             executor,
-            [group.spec for group in groups],
+            [GroupSpec(group.window, group.page_size) for group in executor.kv_groups],
             pages,
-            LoopLimits(self.max_context, max_sequences, token_budget, chunk_size, getattr(executor, "max_rows", None)),
+            LoopLimits(self.max_context, max_sequences, token_budget, chunk_size, executor.max_rows),
             model.get("eos_token_ids", ()),
         )
         self._lock = threading.Lock()  # one step at a time
@@ -152,7 +167,7 @@ class Engine:
     ) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------------------------------ generation
+    # ------------------------------------------------------------------------------------------ generation
 
     def generate(
         self,
@@ -171,19 +186,28 @@ class Engine:
     ) -> list[Completion]:
         """Answer all prompts, together; return one Completion a prompt, in order.
 
-        `prompts` is a string, a list of token ids, or a list of strings or of lists of token ids. With `chat`, a prompt
-        is a user's message (a string) or a conversation (a list of {role, content}), rendered by the model's template
-        with `chat_options` (`ChatTemplate.render`). Sampling as in `SamplingOptions`; `seed` may be one a prompt.
+        `prompts` is a string, a list of token ids, or a list of strings or of lists of token ids. With
+        `chat`, a prompt is a user's message (a string) or a conversation (a list of {role, content}),
+        rendered by the model's template with `chat_options` (`ChatTemplate.render`). Sampling as in
+        `SamplingOptions`; `seed` may be one a prompt.
 
-        A prompt that cannot be served raises RequestError before anything is computed. One that fails later ends alone:
-        with errors="raise" its error is raised when the others are done, with errors="return" it is in its Completion,
-        as is that of a prompt which could not be served at all.
+        A prompt that cannot be served raises RequestError before anything is computed. One that fails later
+        ends alone: with errors="raise" its error is raised when the others are done, with errors="return" it
+        is in its Completion, as is that of a prompt which could not be served at all.
         """
         options = SamplingOptions(
-            max_tokens, temperature, 0, ignore_eos, stop, include_stop, tuple(stop_token_ids)  # type: ignore[arg-type]
+            max_tokens,
+            temperature,
+            0,
+            ignore_eos,
+            stop,
+            include_stop,
+            tuple(stop_token_ids),  # type: ignore[arg-type]
         )
         if errors not in ("raise", "return"):
-            raise RequestError("errors cannot be handled that way", found=repr(errors), expected="'raise' or 'return'")
+            raise RequestError(
+                "errors cannot be handled that way", found=repr(errors), expected="'raise' or 'return'"
+            )
         answers = self._answers(prompts, options, seed, chat, chat_options, errors)
         for _ in self._drive(answers):
             pass
@@ -208,11 +232,17 @@ class Engine:
     ) -> Iterator[TextDelta]:
         """Answer all prompts and yield their text as it comes; arguments as in `generate`.
 
-        The deltas of a prompt add up to its Completion's text. Closing the iterator aborts what is unfinished. A prompt
-        that fails while it is computed ends with finish_reason "error".
+        The deltas of a prompt add up to its Completion's text. Closing the iterator aborts what is
+        unfinished. A prompt that fails while it is computed ends with finish_reason "error".
         """
         options = SamplingOptions(
-            max_tokens, temperature, 0, ignore_eos, stop, include_stop, tuple(stop_token_ids)  # type: ignore[arg-type]
+            max_tokens,
+            temperature,
+            0,
+            ignore_eos,
+            stop,
+            include_stop,
+            tuple(stop_token_ids),  # type: ignore[arg-type]
         )
         return self._drive(self._answers(prompts, options, seed, chat, chat_options, "raise"))
 
@@ -230,12 +260,16 @@ class Engine:
         several = isinstance(seed, (Sequence, np.ndarray)) and not isinstance(seed, str)
         seeds: list[Any] = list(seed) if several else [seed] * len(listed)  # type: ignore[arg-type]
         if len(seeds) != len(listed):
-            raise RequestError("there must be one seed, or one a prompt", found=len(seeds), expected=len(listed))
+            raise RequestError(
+                "there must be one seed, or one a prompt", found=len(seeds), expected=len(listed)
+            )
         options = self._stop_at_special_tokens(options)
         answers: list[_Answer] = []
         try:
             for index, (prompt, own_seed) in enumerate(zip(listed, seeds, strict=True)):
-                answers.append(self._submit(index, prompt, replace(options, seed=own_seed), chat, chat_options, errors))
+                answers.append(
+                    self._submit(index, prompt, replace(options, seed=own_seed), chat, chat_options, errors)
+                )
         except BaseException:
             self._abort(answers)
             raise
@@ -265,7 +299,9 @@ class Engine:
             self.loop.finish(request, FINISH_ERROR)
         return _Answer(index, text, request, self.tokenizer)
 
-    def _encode(self, prompt: Any, chat: bool, chat_options: Mapping[str, Any] | None) -> tuple[str | None, list[int]]:
+    def _encode(
+        self, prompt: Any, chat: bool, chat_options: Mapping[str, Any] | None
+    ) -> tuple[str | None, list[int]]:
         if not chat and not isinstance(prompt, str):
             return None, check_token_ids("prompt", prompt)
         if self.tokenizer is None:
@@ -304,7 +340,7 @@ class Engine:
                         del unfinished[answer.request]
                     yield delta
                 with self._lock:
-                    if unfinished and not any(answer.has_news for answer in unfinished.values()):
+                    if unfinished:
                         self._check_open()
                         self.loop.step()
         finally:
@@ -319,16 +355,19 @@ class Engine:
         if self._closed:
             raise RequestError("the engine is closed")
 
-    # ------------------------------------------------------------------------------------------------ scoring
+    # --------------------------------------------------------------------------------------------- scoring
 
     def logits(self, prompts: Sequence[Sequence[int]], chunk_size: int | None = None) -> list[np.ndarray]:
-        """Return float32 [len(tokens), vocab] for each list of token ids: row i is what the model says after token i.
+        """Return float32 [len(tokens), vocab] for each list of token ids: row i is what the model says after
+        token i.
 
-        It is computed as generation is (paged cache, chunked prefill, sequences together); `chunk_size` bounds the
-        tokens of one sequence in a step. Memory is 4 bytes x tokens x vocabulary, all of it held.
+        It is computed as generation is (paged cache, chunked prefill, sequences together); `chunk_size`
+        bounds the tokens of one sequence in a step. Memory is 4 bytes x tokens x vocabulary, all of it held.
         """
         if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-            raise RequestError("chunk_size cannot be used", found=repr(chunk_size), expected="a positive integer")
+            raise RequestError(
+                "chunk_size cannot be used", found=repr(chunk_size), expected="a positive integer"
+            )
         requests = [Request(list(tokens), keep_logits=True, chunk_size=chunk_size) for tokens in prompts]
         try:
             with self._lock:
@@ -358,7 +397,11 @@ def _list_prompts(prompts: Prompts, chat: bool) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (Sequence, np.ndarray)) or isinstance(prompts, bytes):
-        raise RequestError("prompts cannot be used", found=type(prompts).__name__, expected="text, token ids, or a list of them")
+        raise RequestError(
+            "prompts cannot be used",
+            found=type(prompts).__name__,
+            expected="text, token ids, or a list of them",
+        )
     listed = list(prompts)
     if not listed:
         return []
@@ -422,7 +465,9 @@ class _Answer:
         options = request.options
         if not options.include_stop or request.finish_reason != FINISH_STOP or self._tokenizer is None:
             return ""
-        return next((text for text in options.stop if self._tokenizer.special_id(text) == request.tokens[-1]), "")
+        return next(
+            (text for text in options.stop if self._tokenizer.special_id(text) == request.tokens[-1]), ""
+        )
 
     def completion(self) -> Completion:
         """The whole answer, once it has ended."""

@@ -1,8 +1,8 @@
 """The engine's heartbeat: `EngineLoop.step()` is plan → reserve pages → run → commit.
 
-A step is a transaction over requests: until the executor has returned, no request has changed. Should the executor
-fail, the step's requests are run one by one, so that only the one at fault ends (running a step twice writes the same
-keys and values to the same places).
+A step is a transaction over requests: until the executor has returned, no request has changed. Should the
+executor fail, the step's requests are run one by one, so that only the one at fault ends (running a step
+twice writes the same keys and values to the same places).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FINISH_ERROR = "error"
 class LoopLimits:
     """What one loop can take.
 
-    `max_context`: tokens of a sequence, prompt and output together. `token_budget`: tokens a step. `chunk_size`: prompt
-    tokens of one request in a step (None = the budget). `max_sequences`: requests computed together. `row_budget`: rows
-    of a step whose logits are asked for (None = any).
+    `max_context`: tokens of a sequence, prompt and output together. `token_budget`: tokens a step.
+    `chunk_size`: prompt tokens of one request in a step (None = the budget). `max_sequences`: requests
+    computed together. `row_budget`: rows of a step whose logits are asked for (None = any).
     """
 
     max_context: int
@@ -46,7 +46,7 @@ class LoopLimits:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did: `tokens` computed for `sequences` requests, and the requests that got a token or ended."""
+    """What one step did: `tokens` computed for `sequences` requests; `changed` got a token or ended."""
 
     tokens: int
     sequences: int
@@ -67,7 +67,9 @@ class EngineLoop:
         if limits.max_sequences > limits.token_budget:
             raise ValueError("max_sequences may not exceed token_budget: a step gives each sequence a token")
         if limits.row_budget is not None and limits.max_sequences > limits.row_budget:
-            raise ValueError("max_sequences may not exceed row_budget: a step draws a token for each sequence")
+            raise ValueError(
+                "max_sequences may not exceed row_budget: a step draws a token for each sequence"
+            )
         self.executor = executor
         self.limits = limits
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -76,7 +78,7 @@ class EngineLoop:
         self._input = _InputBuffers(limits)
         executor.create_pool(list(pages_per_group))
 
-    # ------------------------------------------------------------------------------------------------ requests
+    # -------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: Request) -> None:
         """Queue `request`, or raise RequestError saying why it can never be served."""
@@ -90,7 +92,7 @@ class EngineLoop:
             raise RequestError(
                 "the prompt is too long",
                 found=f"{length} tokens",
-                expected=f"at most {room}: the engine's context of {most} holds the prompt and the new tokens",
+                expected=f"at most {room}: the context of {most} holds the prompt and the new tokens",
                 action="shorten the prompt, or build the engine with a larger max_context",
             )
         wanted = request.options.max_tokens
@@ -103,7 +105,7 @@ class EngineLoop:
         self.scheduler.add(request)
 
     def finish(self, request: Request, reason: str = FINISH_ABORT) -> None:
-        """End `request` from outside: it is aborted, or its text met a stop string. Its pages are free at once."""
+        """End `request` from outside: aborted, or its text met a stop string. Its pages are free at once."""
         if not request.finished:
             self._finish(request, reason)
 
@@ -112,7 +114,7 @@ class EngineLoop:
         """Whether no request is running or waiting."""
         return self.scheduler.idle
 
-    # ------------------------------------------------------------------------------------------------ the step
+    # -------------------------------------------------------------------------------------------- the step
 
     def step(self) -> StepReport:
         """Compute one step. `StepReport.changed` lists the requests with something new."""
@@ -151,7 +153,11 @@ class EngineLoop:
         self._commit_tokens(drawing, drawn, changed)
 
     def _commit_cache(
-        self, work: list[tuple[Request, int]], row_counts: list[int], logits: np.ndarray, changed: list[Request]
+        self,
+        work: list[tuple[Request, int]],
+        row_counts: list[int],
+        logits: np.ndarray,
+        changed: list[Request],
     ) -> None:
         row = 0
         for (request, count), rows in zip(work, row_counts, strict=True):
@@ -187,7 +193,9 @@ class EngineLoop:
         if isinstance(error, RequestError):
             request.error = error
         else:
-            detail = error.message if isinstance(error, EnginewrightError) else f"{type(error).__name__}: {error}"
+            detail = (
+                error.message if isinstance(error, EnginewrightError) else f"{type(error).__name__}: {error}"
+            )
             request.error = RequestError("the request failed while it was computed", found=detail)
             request.error.__cause__ = error
         self._finish(request, FINISH_ERROR)

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
+from enginewright.backends.base import KvGroupInfo
 from enginewright.recipes.errors import InputError
 
 from .pages import GroupSpec, pages_to_hold
 
-__all__ = ["KvGroupSize", "plan_pages"]
-
-_ELEMENT_BYTES = {"f32": 4, "bf16": 2}
-
-
-@dataclass(frozen=True)
-class KvGroupSize:
-    """A KV group's geometry and `token_bytes`, what one token takes in it over all its layers."""
-
-    spec: GroupSpec
-    token_bytes: int
-
-    @classmethod
-    def from_manifest(cls, group: Mapping[str, Any]) -> KvGroupSize:
-        """Read an entry of the manifest's `kv_groups`."""
-        numbers = sum(layer["kv_heads"] * (layer["key_dim"] + layer["value_dim"]) for layer in group["layers"])
-        return cls(GroupSpec(group["window"], group["page_size"]), numbers * _ELEMENT_BYTES[group["format"]])
+__all__ = ["plan_pages"]
 
 
 def plan_pages(
-    groups: Sequence[KvGroupSize],
+    groups: Sequence[KvGroupInfo],
     *,
     max_context: int,
     max_sequences: int,
@@ -40,9 +23,10 @@ def plan_pages(
 ) -> list[int]:
     """Return the pages of each group.
 
-    With `tokens` given, full-attention groups take so many tokens, otherwise as many as fit in `limit_bytes`; never more
-    than max_sequences x max_context. A group with a window gets what max_sequences sequences can hold in it, at most as
-    much as the others. `chunk` is the most tokens of one sequence in a step. InputError when not even one token fits.
+    With `tokens` given, full-attention groups take so many tokens, otherwise as many as fit in `limit_bytes`;
+    never more than max_sequences x max_context. A group with a window gets what max_sequences sequences can
+    hold in it, at most as much as the others. `chunk` is the most tokens of one sequence in a step.
+    InputError when not even one token fits.
     """
     most = max_sequences * max_context
     wanted = min(tokens or most, most)
@@ -64,16 +48,14 @@ def plan_pages(
     return _pages(groups, wanted, max_sequences, chunk)
 
 
-def _pages(groups: Sequence[KvGroupSize], tokens: int, max_sequences: int, chunk: int) -> list[int]:
+def _pages(groups: Sequence[KvGroupInfo], tokens: int, max_sequences: int, chunk: int) -> list[int]:
     counts = []
     for group in groups:
-        whole = -(-tokens // group.spec.page_size)
-        one = pages_to_hold(group.spec, tokens, chunk)
-        counts.append(min(whole, one * max_sequences) if group.spec.window else whole)
+        whole = -(-tokens // group.page_size)
+        one = pages_to_hold(GroupSpec(group.window, group.page_size), tokens, chunk)
+        counts.append(min(whole, one * max_sequences) if group.window else whole)
     return counts
 
 
-def _bytes(groups: Sequence[KvGroupSize], pages: Sequence[int]) -> int:
-    return sum(
-        count * group.spec.page_size * group.token_bytes for group, count in zip(groups, pages, strict=True)
-    )
+def _bytes(groups: Sequence[KvGroupInfo], pages: Sequence[int]) -> int:
+    return sum(count * group.page_bytes for group, count in zip(groups, pages, strict=True))

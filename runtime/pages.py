@@ -1,13 +1,14 @@
 """The page pool: who holds which page of the key/value cache.
 
-Layers that share a window form a KV group, and every group has its own pages and its own table a sequence. A page
-holds `page_size` consecutive tokens of one sequence. Executors own the memory; this file only hands out numbers.
+Layers that share a window form a KV group, and every group has its own pages and its own table a sequence. A
+page holds `page_size` consecutive tokens of one sequence. Executors own the memory; this file only hands out
+numbers.
 
 Rules, which `check_invariants` states as code:
 1. a page is either free, once, with no reference, or referenced exactly as often as tables name it;
 2. a sequence holds one unbroken range of pages a group: [first, past); every other entry of its row is -1;
-3. a full-attention group keeps everything (first == 0); a group with a window has given back each page that the next
-   token cannot read any more;
+3. a full-attention group keeps everything (first == 0); a group with a window has given back each page that
+   the next token cannot read any more;
 4. closed sequences hold nothing.
 """
 
@@ -32,7 +33,7 @@ class GroupSpec:
 
 
 def pages_to_hold(group: GroupSpec, length: int, chunk: int) -> int:
-    """Return the most pages that a sequence of `length` tokens holds at once when computed `chunk` tokens a step."""
+    """Return the most pages that `length` tokens hold at once when they are computed `chunk` a step."""
     whole = -(-length // group.page_size)
     if not group.window:
         return whole
@@ -47,7 +48,11 @@ class PagePool:
     """
 
     def __init__(
-        self, groups: Sequence[GroupSpec], pages_per_group: Sequence[int], max_sequences: int, max_context: int
+        self,
+        groups: Sequence[GroupSpec],
+        pages_per_group: Sequence[int],
+        max_sequences: int,
+        max_context: int,
     ) -> None:
         if len(groups) != len(pages_per_group):
             raise ValueError(f"{len(groups)} KV groups, but page counts for {len(pages_per_group)}")
@@ -66,7 +71,7 @@ class PagePool:
         self._open = [False] * max_sequences
         self._windowed = [g for g, group in enumerate(groups) if group.window]
 
-    # ------------------------------------------------------------------------------------------------ sequences
+    # ------------------------------------------------------------------------------------------- sequences
 
     def open(self) -> int:
         """Return a free slot for a new sequence."""
@@ -88,10 +93,10 @@ class PagePool:
         """How many more sequences can be opened."""
         return len(self._slots)
 
-    # ------------------------------------------------------------------------------------------------ pages
+    # ----------------------------------------------------------------------------------------------- pages
 
     def fits(self, slot: int, count: int) -> int:
-        """Return how many of the next `count` tokens can have pages now, with what is held and what is free."""
+        """Return how many of the next `count` tokens can have pages now, held ones and free ones."""
         start = self._length[slot]
         if start + count <= self._room[slot]:
             return count
@@ -112,9 +117,7 @@ class PagePool:
                 self._references[g][page] = 1
                 self.tables[g, slot, page_index] = page
             self._past[g][slot] = max(past, needed)
-        self._room[slot] = min(
-            self._past[g][slot] * group.page_size for g, group in enumerate(self.groups)
-        )
+        self._room[slot] = min(self._past[g][slot] * group.page_size for g, group in enumerate(self.groups))
 
     def commit(self, slot: int, count: int) -> None:
         """`count` tokens were written: groups with a window give back what the next token cannot read."""
@@ -158,7 +161,7 @@ class PagePool:
         row[first:past] = NO_PAGE
         self._first[g][slot] = past
 
-    # ------------------------------------------------------------------------------------------------ accounts
+    # -------------------------------------------------------------------------------------------- accounts
 
     def held(self, g: int, slot: int) -> int:
         """Return how many pages of group `g` the sequence holds."""
@@ -171,12 +174,12 @@ class PagePool:
     @property
     def idle(self) -> bool:
         """Whether every page is free and no sequence is open."""
-        return all(len(free) == count for free, count in zip(self._free, self.capacity, strict=True)) and not any(
-            self._open
-        )
+        return all(
+            len(free) == count for free, count in zip(self._free, self.capacity, strict=True)
+        ) and not any(self._open)
 
     def rows(self, slots: Sequence[int]) -> np.ndarray:
-        """Return the page tables of `slots`, int32 [groups, len(slots), pages of the longest], -1 = no page."""
+        """Return the page tables of `slots`: int32 [groups, len(slots), longest], -1 = no page."""
         width = max((max(past[slot] for slot in slots) for past in self._past), default=1)
         if len(slots) == 1:
             return np.ascontiguousarray(self.tables[:, slots[0] : slots[0] + 1, :width])
@@ -191,7 +194,12 @@ class PagePool:
                 row = self.tables[g, slot].tolist()
                 assert 0 <= first <= past <= len(row), (g, slot, first, past)
                 assert all(page != NO_PAGE for page in row[first:past]), ("a hole in the range", g, slot, row)
-                assert all(page == NO_PAGE for page in row[:first] + row[past:]), ("a page outside", g, slot, row)
+                assert all(page == NO_PAGE for page in row[:first] + row[past:]), (
+                    "a page outside",
+                    g,
+                    slot,
+                    row,
+                )
                 for page in row[first:past]:
                     named[page] += 1
                 length = self._length[slot]

@@ -1,7 +1,7 @@
 """What is asked for and what comes back: SamplingOptions, Request, Completion.
 
-A request is plain integers. Text is turned into token ids before a request is made and back into text after; the loop
-that serves it (`loop.py`) sees neither tokenizers nor templates.
+A request is plain integers. Text is turned into token ids before a request is made and back into text after;
+the loop that serves it (`loop.py`) sees neither tokenizers nor templates.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _integer(name: str, value: Any, low: int, high: int | None, action: str | No
 
 
 def check_token_ids(name: str, ids: Iterable[Any], vocab_size: int | None = None) -> list[int]:
-    """Return `ids` as plain integers, each within [0, vocab_size). RequestError names the first that is not."""
+    """Return `ids` as plain integers in [0, vocab_size). RequestError names the first that is not."""
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
         raise RequestError(f"{name} must be a list of token ids", found=repr(ids)[:80])
     high = vocab_size - 1 if vocab_size is not None else 2**31 - 1
@@ -51,7 +51,8 @@ class SamplingOptions:
     - `seed`: 0 … 2**64 - 1. The token at a position depends on (seed, position, logits) and nothing else.
     - `ignore_eos`: go on past the end-of-sequence tokens.
     - `stop`: strings that end the text; it is cut before the earliest (`include_stop` keeps it).
-    - `stop_token_ids`: further ids that end the request, as an end-of-sequence token does; `ignore_eos` spares them not.
+    - `stop_token_ids`: further ids that end the request, as an end-of-sequence token does; `ignore_eos`
+      spares them not.
     """
 
     max_tokens: int | None = None
@@ -74,9 +75,13 @@ class SamplingOptions:
         if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
             raise RequestError("stop must be a string or a list of strings", found=repr(self.stop)[:80])
         if not all(stop):
-            raise RequestError("stop holds an empty string", action="leave it out: an empty string matches everywhere")
+            raise RequestError(
+                "stop holds an empty string", action="leave it out: an empty string matches everywhere"
+            )
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(check_token_ids("stop_token_ids", self.stop_token_ids)))
+        object.__setattr__(
+            self, "stop_token_ids", tuple(check_token_ids("stop_token_ids", self.stop_token_ids))
+        )
 
     def _temperature(self) -> float:
         value = self.temperature
@@ -85,7 +90,9 @@ class SamplingOptions:
         except (TypeError, ValueError):
             number = math.nan
         if not (0.0 <= number < math.inf):
-            raise RequestError("temperature cannot be used", found=repr(value), expected="a finite number of at least 0")
+            raise RequestError(
+                "temperature cannot be used", found=repr(value), expected="a finite number of at least 0"
+            )
         return number
 
 
@@ -101,9 +108,10 @@ class Status(enum.Enum):
 class Request:
     """One sequence on its way through the loop. The loop alone changes it.
 
-    `tokens` is the prompt followed by what was generated. `computed` counts the tokens whose keys and values stand in
-    the cache, so `len(tokens) - computed` are pending: the whole prompt at first, one token in steady decoding,
-    everything again after a preemption. `keep_logits` asks for the logits of every prompt position and generates nothing.
+    `tokens` is the prompt followed by what was generated. `computed` counts the tokens whose keys and values
+    stand in the cache, so `len(tokens) - computed` are pending: the whole prompt at first, one token in
+    steady decoding, everything again after a preemption. `keep_logits` asks for the logits of every prompt
+    position and generates nothing.
     """
 
     tokens: list[int]
@@ -141,9 +149,10 @@ class Request:
 class Completion:
     """What one prompt became.
 
-    `finish_reason` is "stop" (an end-of-sequence token, a stop id or a stop string), "length" (max_tokens, the context
-    limit, or a page pool with nothing left to give), "abort" or "error". `token_ids` includes the token that ended it.
-    `logprobs[i]` is the natural logarithm of the probability that the model (at temperature 1) gave `token_ids[i]`.
+    `finish_reason` is "stop" (an end-of-sequence token, a stop id or a stop string), "length" (max_tokens,
+    the context limit, or a page pool with nothing left to give), "abort" or "error". `token_ids` includes the
+    token that ended it. `logprobs[i]` is the natural logarithm of the probability that the model (at
+    temperature 1) gave `token_ids[i]`.
     """
 
     prompt: str | None

@@ -4,13 +4,13 @@ Greedy takes the largest logit, the lowest id on ties. With a temperature T, the
 
     argmax over ids of  logit / T + gumbel(seed, position, id)
 
-which draws from softmax(logits / T) (the Gumbel-max trick: Gumbel 1954; Maddison, Tarlow and Minka, "A* sampling",
-2014, section 2). The noise is a pure function of three integers, so what a request draws depends on its own seed,
-position and logits only, and never on its neighbours, on chunks, or on being preempted.
+which draws from softmax(logits / T) (the Gumbel-max trick: Gumbel 1954; Maddison, Tarlow and Minka, "A*
+sampling", 2014, section 2). The noise is a pure function of three integers, so what a request draws depends
+on its own seed, position and logits only, and never on its neighbours, on chunks, or on being preempted.
 
-The noise is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) read at counter
-`id` of the stream `(seed, position)`; its logarithms use additions, multiplications and divisions alone, which IEEE 754
-rounds the same way everywhere, so that any implementation can repeat them bit for bit.
+The noise is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) read
+at counter `id` of the stream `(seed, position)`; its logarithms use additions, multiplications and divisions
+alone, which IEEE 754 rounds the same way everywhere, so that any implementation can repeat them bit for bit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+try:
+    from enginewright.backends.cpu import _native
+except ImportError:  # another backend on a machine that the native module does not run on
+    _native = None  # type: ignore[assignment]
+
 __all__ = ["GREEDY_BELOW", "Drawn", "argmax_rows", "draw", "gumbel_noise", "logsumexp_rows"]
 
-GREEDY_BELOW = 1e-5  # temperatures up to this are greedy: softmax(logits / T) has collapsed on the largest logit
+GREEDY_BELOW = (
+    1e-5  # temperatures up to this are greedy: softmax(logits / T) has collapsed on the largest logit
+)
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -34,16 +41,18 @@ _ATANH = [1.0 / (2 * k + 1) for k in range(11)]  # log(m) = 2 atanh(s), s = (m-1
 Drawn = tuple[int, float]  # token id, log-probability; (-1, nan) where the row is not usable
 
 
-# ------------------------------------------------------------------------------------------------ row passes
+# ---------------------------------------------------------------------------------------------- row passes
 
 
 def argmax_rows(logits: np.ndarray) -> np.ndarray:
-    """Return int64 [R], the first position of each row's largest value (of its first NaN, if it has one)."""
-    return logits.argmax(axis=-1)
+    """Return int64 [R]: the lowest id of each row's largest logit; any number if one is NaN."""
+    return _native.argmax_rows(logits) if _native is not None else logits.argmax(axis=-1)
 
 
 def logsumexp_rows(logits: np.ndarray) -> np.ndarray:
-    """Return float64 [R], log(sum(exp(row))), each row by itself; NaN or an infinity where the row holds one."""
+    """Return [R], log(sum(exp(row))); not finite where no token can be drawn from the row."""
+    if _native is not None:
+        return _native.logsumexp_rows(logits)
     result = np.empty(len(logits), np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         for r, row in enumerate(logits):
@@ -52,7 +61,7 @@ def logsumexp_rows(logits: np.ndarray) -> np.ndarray:
     return result
 
 
-# ------------------------------------------------------------------------------------------------ noise
+# --------------------------------------------------------------------------------------------------- noise
 
 
 def _mix(z: int) -> int:
@@ -62,7 +71,9 @@ def _mix(z: int) -> int:
 
 
 def _log(x: np.ndarray) -> np.ndarray:
-    """Natural logarithm of positive, normal float64 values, to about 1e-15 relative; the same bits on any machine."""
+    """Natural logarithm of positive, normal float64 values, to about 1e-15 relative; the same bits on any
+    machine.
+    """
     mantissa, exponent = np.frexp(x)  # mantissa in [0.5, 1)
     low = mantissa < _SQRT_HALF
     mantissa = np.where(low, mantissa + mantissa, mantissa)
@@ -91,7 +102,7 @@ def gumbel_noise(seed: int, position: int, count: int) -> np.ndarray:
     return -_log(-_log(uniform))
 
 
-# ------------------------------------------------------------------------------------------------ drawing
+# ------------------------------------------------------------------------------------------------- drawing
 
 
 def draw(
@@ -99,9 +110,9 @@ def draw(
 ) -> list[Drawn]:
     """Draw one token a row of `logits`, float32 [R, vocab].
 
-    `positions[r]` is the position that the new token of row r will have. Returns (id, log-probability) a row, the
-    latter under softmax(logits), that is at temperature 1. A row with a NaN, with +inf, or with nothing above -inf
-    gives (-1, nan): it cannot be sampled from.
+    `positions[r]` is the position that the new token of row r will have. Returns (id, log-probability) a row,
+    the latter under softmax(logits), that is at temperature 1. A row with a NaN, with +inf, or with nothing
+    above -inf gives (-1, nan): it cannot be sampled from.
     """
     totals = logsumexp_rows(logits).tolist()
     tokens = argmax_rows(logits).tolist()
@@ -114,7 +125,9 @@ def draw(
         row = logits[r]
         if temperatures[r] > GREEDY_BELOW:
             scores = row.astype(np.float64)
-            scores -= scores[token]  # at most 0, so that dividing by a small temperature cannot overflow to +inf
+            scores -= scores[
+                token
+            ]  # at most 0, so that dividing by a small temperature cannot overflow to +inf
             with np.errstate(over="ignore"):
                 scores /= temperatures[r]
             scores += gumbel_noise(seeds[r], positions[r], len(row))

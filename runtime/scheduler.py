@@ -1,18 +1,18 @@
 """Who is computed in the next step: continuous batching with chunked prefill, over integers only.
 
 Rules:
-1. Running requests come first: those with one pending token (decodes), then prefill chunks, each in order of arrival,
-   until the step's token budget is used up.
-2. Then waiting requests are admitted strictly in order of arrival, while pages remain for all their tokens beside what
-   the running ones still need. Nobody is overtaken, so nobody starves.
-3. When a running request finds no page, the youngest running request is preempted: it gives everything back and is
-   computed again later (its tokens are kept, so nothing that was said changes). The oldest always moves on, so the
-   whole does.
+1. Running requests come first: those with one pending token (decodes), then prefill chunks, each in order
+   of arrival, until the step's token budget is used up.
+2. Then waiting requests are admitted strictly in order of arrival, while pages remain for all their tokens
+   beside what the running ones still need. Nobody is overtaken, so nobody starves.
+3. When a running request finds no page, the youngest running request is preempted: it gives everything back
+   and is computed again later (its tokens are kept, so nothing that was said changes). The oldest always
+   moves on, so the whole does.
 4. A request that is alone and still finds no page has reached what the pool can hold: it ends with "length".
 5. A request whose prompt can never fit is refused when it arrives.
 
-Since waiting ones enter in order and the youngest leaves first, everyone running has arrived before everyone waiting.
-There is no clock, no randomness and no input or output here: the same calls give the same plans.
+Since waiting ones enter in order and the youngest leaves first, everyone running has arrived before everyone
+waiting. There is no clock, no randomness and no input or output here: the same calls give the same plans.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Plan", "Scheduler"]
 
 @dataclass
 class Plan:
-    """One step's work: `counts[request]` tokens of each, in this order, and who ended because the pool is too small."""
+    """One step's work: `counts[request]` tokens of each, in order; `exhausted` ended for want of pages."""
 
     rows: int  # logit rows that may still be asked for
     counts: dict[Request, int] = field(default_factory=dict)
@@ -40,8 +40,8 @@ class Plan:
 class Scheduler:
     """Plans steps and reserves their pages.
 
-    `token_budget` bounds the tokens of a step, `chunk_size` the tokens of one request in a step, `row_budget` the rows
-    whose logits are asked for (None = no bound beside the tokens).
+    `token_budget` bounds the tokens of a step, `chunk_size` the tokens of one request in a step, `row_budget`
+    the rows whose logits are asked for (None = no bound beside the tokens).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Scheduler:
         """Whether there is nothing to do."""
         return not self.running and not self.waiting
 
-    # ------------------------------------------------------------------------------------------------ membership
+    # ------------------------------------------------------------------------------------------ membership
 
     def add(self, request: Request) -> None:
         """Queue a new request; RequestError when its prompt can never fit in the pool."""
@@ -107,11 +107,13 @@ class Scheduler:
         assert all(request.status is Status.RUNNING and request.slot >= 0 for request in self.running)
         assert all(request.status is Status.WAITING and request.computed == 0 for request in self.waiting)
         assert len({request.slot for request in self.running}) == len(self.running), "a slot is used twice"
-        assert all(request.computed < len(request.tokens) for request in self.running), "running with nothing to do"
+        assert all(request.computed < len(request.tokens) for request in self.running), (
+            "running with nothing to do"
+        )
         assert self.pool.max_sequences - self.pool.free_slots == len(self.running), "slots leak"
         self.pool.check_invariants()
 
-    # ------------------------------------------------------------------------------------------------ planning
+    # -------------------------------------------------------------------------------------------- planning
 
     def plan(self) -> Plan:
         """Choose the next step's work and reserve its pages."""
@@ -183,7 +185,9 @@ class Scheduler:
                 spare = list(self._spare_pages())
 
     def _spare_pages(self) -> Iterator[int]:
-        """Pages of each group that are free beyond what running requests need: all their tokens, and one page to grow."""
+        """Pages of each group that are free beyond what running requests need: all their tokens, and one page
+        to grow.
+        """
         pool = self.pool
         for g, group in enumerate(pool.groups):
             spare = pool.free(g)

@@ -10,8 +10,8 @@ __all__ = ["StopMatcher"]
 class StopMatcher:
     """Finds the first stop string to be complete, and holds back text that may be the beginning of one.
 
-    "First" is by where the match ends, then the longest: the same whatever pieces the text comes in. `include` keeps the
-    stop string at the end of the text.
+    "First" is by where the match ends, then the longest: the same whatever pieces the text comes in.
+    `include` keeps the stop string at the end of the text.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:

@@ -1,12 +1,12 @@
 """Text to token ids and back, on the `tokenizers` library and the tokenizer files in the engine.
 
-`tokenizer.json` is taken as it stands: it was saved from the source model's own tokenizer, with everything that
-transformers adds to it at load (special tokens, begin-of-sequence rule) already inside. `tokenizer_config.json` gives
-the names of the special tokens and how decoding cleans up.
+`tokenizer.json` is taken as it stands: it was saved from the source model's own tokenizer, with everything
+that transformers adds to it at load (special tokens, begin-of-sequence rule) already inside.
+`tokenizer_config.json` gives the names of the special tokens and how decoding cleans up.
 
 A stream of tokens cannot be decoded token by token: characters span tokens, and some decoders look back.
-`IncrementalDetokenizer` gives text as soon as no later token can change it, so that its pieces always add up to
-`decode` of all ids.
+`IncrementalDetokenizer` gives text as soon as no later token can change it, so that its pieces always add up
+to `decode` of all ids.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Tokenizer:
             or bool(config.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"))
         )
         self._decoder = self._pipeline.get("decoder")
-        self._special_ids = {token["id"]: token["content"] for token in self._pipeline["added_tokens"] if token["special"]}
+        self._special_ids = {
+            token["id"]: token["content"] for token in self._pipeline["added_tokens"] if token["special"]
+        }
         self._ids_of_special = {content: i for i, content in self._special_ids.items()}
         del self._pipeline
         self._pieces: dict[int, str | None] = {}
@@ -77,7 +79,9 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; `add_special_tokens` adds what the model puts around a text, such as `<bos>`."""
+        """Return the ids of `text`; `add_special_tokens` adds what the model puts around a text, such as
+        `<bos>`.
+        """
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
@@ -125,11 +129,12 @@ class _Stream(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Decodes a stream of tokens: what `push` and `finish` return adds up to `tokenizer.decode` of all tokens.
+    """Decodes a stream of tokens: what `push` and `finish` return adds up to `tokenizer.decode` of all
+    tokens.
 
-    Text is held back only while a later token may change it: an unfinished character, or, for byte-fallback tokens
-    (`<0xE4>`), the run of bytes, whose decoder turns the whole run into U+FFFD when any part of it is not UTF-8. A run
-    that is invalid already is given out at once.
+    Text is held back only while a later token may change it: an unfinished character, or, for byte-fallback
+    tokens (`<0xE4>`), the run of bytes, whose decoder turns the whole run into U+FFFD when any part of it is
+    not UTF-8. A run that is invalid already is given out at once.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -145,7 +150,7 @@ class IncrementalDetokenizer:
         return self._stream.finish()
 
 
-# ------------------------------------------------------------------------------------------------ streams
+# ------------------------------------------------------------------------------------------------- streams
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -195,6 +200,8 @@ class _ByteFallbackStream:
         ]
         self._has_bytes = "ByteFallback" in steps
         strip = steps.get("Strip")
+        self._stripped: str
+        self._to_strip: int
         self._stripped, self._to_strip = (strip["content"], strip["start"]) if strip else ("", 0)
         self._run = 0  # bytes held back
         self._text = ""  # what they spell so far
@@ -292,18 +299,27 @@ def _choose_stream(decoder: dict[str, Any] | None, cleans_up: bool) -> type[Any]
     if decoder["type"] == "Sequence":
         kinds = [step["type"] for step in decoder["decoders"]]
         body = [kind for kind in kinds if kind != "Replace"]
-        known = body in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"], ["Fuse"], ["Fuse", "Strip"])
+        known = body in (
+            ["ByteFallback", "Fuse"],
+            ["ByteFallback", "Fuse", "Strip"],
+            ["Fuse"],
+            ["Fuse", "Strip"],
+        )
         replaces_first = kinds == ["Replace"] * (len(kinds) - len(body)) + body
-        literal = all("String" in step["pattern"] for step in decoder["decoders"] if step["type"] == "Replace")
+        literal = all(
+            "String" in step["pattern"] for step in decoder["decoders"] if step["type"] == "Replace"
+        )
         plain_strip = all(
-            step["stop"] == 0 and len(step["content"]) == 1 for step in decoder["decoders"] if step["type"] == "Strip"
+            step["stop"] == 0 and len(step["content"]) == 1
+            for step in decoder["decoders"]
+            if step["type"] == "Strip"
         )
         if known and replaces_first and literal and plain_strip:
             return _ByteFallbackStream
     return _WholeStream
 
 
-# ------------------------------------------------------------------------------------------------ files
+# --------------------------------------------------------------------------------------------------- files
 
 
 def _read_config(path: Path) -> dict[str, Any]:

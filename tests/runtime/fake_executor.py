@@ -1,9 +1,9 @@
 """An executor without a model, made to notice every fault of paging and scheduling.
 
-What it stores for a token is a hash of the token, its position and everything that the token sees through the page
-tables, group by group; the logits are a hash of that. So a wrong page, a stale or missing token, a wrong position, a page
-given away too early change the logits of every later token. Reading a slot that holds another position, or one that
-nobody has written since the pool was made, raises.
+What it stores for a token is a hash of the token, its position and everything that the token sees through the
+page tables, group by group; the logits are a hash of that. So a wrong page, a stale or missing token, a wrong
+position, a page given away too early change the logits of every later token. Reading a slot that holds
+another position, or one that nobody has written since the pool was made, raises.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from enginewright.backends.base import StepInput
+from enginewright.backends.base import KvGroupInfo, StepInput, StepLimits, check_step
 from enginewright.runtime.pages import GroupSpec
 
 _MASK = (1 << 64) - 1
@@ -37,18 +37,26 @@ class FakeExecutor:
     ) -> None:
         self.groups = list(groups)
         self.vocab_size = vocab_size
-        self.max_tokens = max_tokens
+        self.max_tokens = self.max_rows = max_tokens
+        self.kv_groups = [KvGroupInfo(group.window, group.page_size, 16, "f32", 1) for group in groups]
         self.poison_token = poison_token
         self.crash_token = crash_token
         self.steps: list[tuple[int, int]] = []  # tokens and sequences of each step
         self.closed = False
         self._weights = [_mix(i + 1) | 1 for i in range(4096)]
 
-    def create_pool(self, pages_per_group: list[int]) -> None:
-        self._values = [[[0] * g.page_size for _ in range(n)] for g, n in zip(self.groups, pages_per_group, strict=True)]
-        self._positions = [[[-1] * g.page_size for _ in range(n)] for g, n in zip(self.groups, pages_per_group, strict=True)]
+    def create_pool(self, pages_per_group: Sequence[int]) -> None:
+        self._limits = StepLimits(
+            self.max_tokens, self.max_rows, self.vocab_size, 1 << 20, self.kv_groups, list(pages_per_group)
+        )
+        self._values = [
+            [[0] * g.page_size for _ in range(n)] for g, n in zip(self.groups, pages_per_group, strict=True)
+        ]
+        self._positions = [
+            [[-1] * g.page_size for _ in range(n)] for g, n in zip(self.groups, pages_per_group, strict=True)
+        ]
 
-    def copy_pages(self, group: int, sources: list[int], destinations: list[int]) -> None:
+    def copy_pages(self, group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
         for source, destination in zip(sources, destinations, strict=True):
             self._values[group][destination] = list(self._values[group][source])
             self._positions[group][destination] = list(self._positions[group][source])
@@ -60,20 +68,20 @@ class FakeExecutor:
         self.closed = True
 
     def step(self, step: StepInput) -> np.ndarray:
-        self._check(step)
+        check_step(step, self._limits)
         starts = step.seq_starts.tolist()
         hashes: list[int] = []
         for s in range(len(starts) - 1):
             tokens = step.tokens[starts[s] : starts[s + 1]].tolist()
             positions = step.positions[starts[s] : starts[s + 1]].tolist()
-            assert int(step.context_lens[s]) == positions[-1] + 1
-            assert positions == list(range(positions[0], positions[0] + len(positions)))
             for token, position in zip(tokens, positions, strict=True):
                 hashes.append(self._write(token, position, step.page_tables[:, s].tolist()))
         if self.crash_token is not None and self.crash_token in step.tokens.tolist():
             raise RuntimeError("the executor was told to crash")
-        logits = np.stack([self._logits(hashes[row]) for row in step.logit_rows.tolist()]) if len(step.logit_rows) else (
-            np.zeros((0, self.vocab_size), np.float32)
+        logits = (
+            np.stack([self._logits(hashes[row]) for row in step.logit_rows.tolist()])
+            if len(step.logit_rows)
+            else (np.zeros((0, self.vocab_size), np.float32))
         )
         if self.poison_token is not None:
             for r, row in enumerate(step.logit_rows.tolist()):
@@ -81,22 +89,6 @@ class FakeExecutor:
                     logits[r, 3] = np.nan
         self.steps.append((len(step.tokens), len(starts) - 1))
         return logits
-
-    def _check(self, step: StepInput) -> None:
-        assert 0 < len(step.tokens) <= self.max_tokens
-        for array in (step.tokens, step.positions, step.seq_starts, step.context_lens, step.page_tables, step.logit_rows):
-            assert array.dtype == np.int32 and array.flags.c_contiguous
-        assert step.page_tables.shape[:2] == (len(self.groups), len(step.context_lens))
-        assert len(step.seq_starts) == len(step.context_lens) + 1 and step.seq_starts[-1] == len(step.tokens)
-        assert (np.diff(step.seq_starts) > 0).all() and (np.diff(step.logit_rows) > 0).all()
-        assert step.tokens.min() >= 0 and step.tokens.max() < self.vocab_size
-        for group, tables in zip(self.groups, step.page_tables, strict=True):
-            written: set[int] = set()  # pages written in this step belong to one sequence each
-            for s, row in enumerate(tables.tolist()):
-                first = int(step.positions[step.seq_starts[s]]) // group.page_size
-                pages = {page for page in row[first:] if page >= 0}
-                assert not pages & written, "two sequences write the same page"
-                written |= pages
 
     def _write(self, token: int, position: int, tables: list[list[int]]) -> int:
         seen = _mix(token * 1_000_003 + position + 1)

@@ -1,5 +1,6 @@
 """Chat templates rendered as transformers renders them, and refused with the template's own words."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import json
@@ -19,8 +20,12 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "weather",
-            "description": "Today's <weather> & \"more\" – für 東京",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            "description": 'Today\'s <weather> & "more" – für 東京',
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
         },
     }
 ]
@@ -62,7 +67,12 @@ USER = {"role": "user", "content": "What is  <b>up</b>, 東京? 👩‍👩‍�
 CHATS = {
     "one": [USER],
     "turns": [USER, {"role": "assistant", "content": "Fine."}, {"role": "user", "content": " and you? "}],
-    "system": [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "No."}, USER],
+    "system": [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {"role": "assistant", "content": "No."},
+        USER,
+    ],
     "reasons": [USER, {"role": "assistant", "content": "4", "thinking": "2+2", "tool_calls": None}, USER],
 }
 
@@ -76,11 +86,18 @@ def theirs():
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_rendered_alike(name, chat, theirs):
     ours = ChatTemplate(TEMPLATES[name], theirs.special_tokens_map)
-    for options in ({}, {"tools": TOOLS}, {"documents": DOCUMENTS, "custom": "ä"}, {"add_generation_prompt": True}):
+    for options in (
+        {},
+        {"tools": TOOLS},
+        {"documents": DOCUMENTS, "custom": "ä"},
+        {"add_generation_prompt": True},
+    ):
         variables = {key: value for key, value in options.items() if key == "custom"}
         named = {key: value for key, value in options.items() if key != "custom"}
         try:
-            expected = theirs.apply_chat_template(CHATS[chat], chat_template=TEMPLATES[name], tokenize=False, **options)
+            expected = theirs.apply_chat_template(
+                CHATS[chat], chat_template=TEMPLATES[name], tokenize=False, **options
+            )
         except Exception as error:
             with pytest.raises(RequestError) as caught:
                 ours.render(CHATS[chat], variables=variables, **named)
@@ -93,7 +110,9 @@ def test_parts_are_handed_to_templates_that_walk_over_them(theirs):
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     expected = theirs.apply_chat_template(parts, chat_template=TEMPLATES["macro"], tokenize=False)
     assert ChatTemplate(TEMPLATES["macro"]).render(parts) == expected == "a+b+;"
-    direct = "{% for m in messages %}{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endfor %}"
+    direct = (
+        "{% for m in messages %}{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endfor %}"
+    )
     assert ChatTemplate(direct).render(parts) == "[a][b]"
     assert ChatTemplate("{{ messages[0]['role'] }}: {{ messages[0]['content'] }}").render(parts) == "user: ab"
 
@@ -119,14 +138,20 @@ def test_the_last_message_can_be_left_open(theirs):
 
 
 def test_named_templates(tmp_path):
-    named = {"default": "D{{ messages[0].content }}", "tool_use": "T{{ tools | length }}", "rag": "R{{ documents | length }}"}
+    named = {
+        "default": "D{{ messages[0].content }}",
+        "tool_use": "T{{ tools | length }}",
+        "rag": "R{{ documents | length }}",
+    }
     source = transformers.AutoTokenizer.from_pretrained(models.smollm2())
     source.chat_template = named
     source.save_pretrained(tmp_path)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
     chat = [{"role": "user", "content": "x"}]
     for options in ({}, {"tools": TOOLS}, {"documents": DOCUMENTS}):
-        assert ours.render_chat(chat, **options) == theirs.apply_chat_template(chat, tokenize=False, **options)
+        assert ours.render_chat(chat, **options) == theirs.apply_chat_template(
+            chat, tokenize=False, **options
+        )
     expected = theirs.apply_chat_template(chat, chat_template="rag", documents=DOCUMENTS, tokenize=False)
     assert ours.render_chat(chat, template="rag", documents=DOCUMENTS) == expected == "R2"
     _rewrite_config(tmp_path, chat_template=[{"name": "a", "template": "A"}, {"name": "b", "template": "B"}])
@@ -154,9 +179,17 @@ GEMMA_LIKE = TEMPLATES["alternate"]
         (TEMPLATES["chatml"], [{"content": "x"}], "role"),
         (TEMPLATES["chatml"], ["x"], r"messages\[0\]"),
         (TEMPLATES["chatml"], [{"role": "user", "content": 7}], r"messages\[0\].content"),
-        (TEMPLATES["chatml"], [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
+        (
+            TEMPLATES["chatml"],
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "image_url",
+        ),
         ("{% for x in %}", [USER], "cannot be read"),
-        ("{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}", [USER], "unsafe|refused"),
+        (
+            "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
+            [USER],
+            "unsafe|refused",
+        ),
         ("{% set _ = messages.append(1) %}", [USER], "refused"),
         ("{{ namespace(_x=1) }}", [USER], "underscore"),
         ("{{ 1 // 0 }}", [USER], "refused"),
@@ -171,7 +204,11 @@ def test_refusals_carry_the_reason(template, messages, message):
 @pytest.mark.parametrize("content", [None, [], [{"type": "text", "text": ""}]])
 def test_content_that_is_missing_is_empty(content):
     calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    chat = [USER, {"role": "assistant", "content": content, "tool_calls": calls}, {"role": "tool", "content": "42"}]
+    chat = [
+        USER,
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        {"role": "tool", "content": "42"},
+    ]
     text = ChatTemplate(TEMPLATES["chatml"]).render(chat)
     assert "<|im_start|>assistant\n<|im_end|>" in text and "<|im_start|>tool\n42<|im_end|>" in text
     assert "None" not in text and "[" not in text

@@ -1,11 +1,23 @@
-"""Sampling: greedy ties, the noise's distribution and reproducibility, temperatures at the edge, rows that are no numbers."""
+"""Sampling: greedy ties, the noise's distribution and reproducibility, temperatures at the edge, rows that
+are no numbers.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from enginewright.runtime import sampler
 from enginewright.runtime.sampler import draw, gumbel_noise, logsumexp_rows
+
+
+@pytest.fixture(autouse=True, params=["native", "numpy"])
+def row_passes(request, monkeypatch):
+    """Everything holds with the native row passes and with numpy's."""
+    if request.param == "numpy":
+        monkeypatch.setattr(sampler, "_native", None)
+    elif sampler._native is None:
+        pytest.skip("the native module is not built")
 
 
 def one(row, temperature=0.0, seed=0, position=0):
@@ -28,7 +40,9 @@ def test_log_probability_is_that_of_the_token_at_temperature_one():
 
 
 def test_noise_is_standard_gumbel_and_independent():
-    noise = np.concatenate([gumbel_noise(seed, position, 4096) for seed in (0, 1, 2**64 - 1) for position in range(20)])
+    noise = np.concatenate(
+        [gumbel_noise(seed, position, 4096) for seed in (0, 1, 2**64 - 1) for position in range(20)]
+    )
     assert noise.mean() == pytest.approx(0.5772, abs=0.01)
     assert noise.var() == pytest.approx(np.pi**2 / 6, abs=0.03)
     ordered = np.sort(noise)

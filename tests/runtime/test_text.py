@@ -21,17 +21,101 @@ _SCRIPTS = [
     (0x600, 0x6FF), (0x900, 0x97F), (0xE00, 0xE7F), (0x1100, 0x11FF), (0x3040, 0x30FF), (0x4E00, 0x9FFF),
     (0xAC00, 0xD7A3), (0x1F300, 0x1FAFF), (0x10000, 0x1FFFF), (0xE000, 0xF8FF), (0x300, 0x36F),
 ]  # fmt: skip
-_WORDS = (
-    "the of and model don't they've I'm naïve Straße façade 日本語 こんにちは 한국어 Привет мир שלום مرحبا नमस्ते ไทย 👩‍👩‍👧 👨‍💻 🇩🇪 ❤️ 👍🏽 é é "
-    "def f(x): return x**2 # ok != <= >>> {'a': [1,2]} 3.14159 1e-9 0xFF 2026-11-29 http://x.y/z?q=1&r=2 a_b CamelCase"
-).split()
-_SPECIAL = "<|im_start|> <|im_end|> <|endoftext|> <bos> <eos> <unk> <pad> <start_of_turn> <end_of_turn> <0x0A> <0xE4> ▁ ▁▁ Ġ".split()
-_SPACES = ["  ", "   ", "\t", "\n\n", " \n ", "\r\n", "\u00a0", "\u2003", "\u200b", " " * 17, "\n" * 9, "\t\t    "]
-_CONTROL = ["\x00", "\x01", "\x07", "\x1b[31m", "\x7f", "\x85", "\u2028", "\ufeff", "\ufffd", "\ufffe", "\u202e"]
+_WORDS = [
+    "the",
+    "of",
+    "and",
+    "model",
+    "don't",
+    "they've",
+    "I'm",
+    "naïve",
+    "Straße",
+    "façade",
+    "日本語",
+    "こんにちは",
+    "한국어",
+    "Привет",
+    "мир",
+    "שלום",
+    "مرحبا",
+    "नमस्ते",
+    "ไทย",
+    "👩\u200d👩\u200d👧",
+    "👨\u200d💻",
+    "🇩🇪",
+    "❤️",
+    "👍🏽",
+    "é",
+    "é",
+    "def",
+    "f(x):",
+    "return",
+    "x**2",
+    "#",
+    "ok",
+    "!=",
+    "<=",
+    ">>>",
+    "{'a':",
+    "[1,2]}",
+    "3.14159",
+    "1e-9",
+    "0xFF",
+    "2026-11-29",
+    "http://x.y/z?q=1&r=2",
+    "a_b",
+    "CamelCase",
+]
+_SPECIAL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<bos>",
+    "<eos>",
+    "<unk>",
+    "<pad>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<0x0A>",
+    "<0xE4>",
+    "▁",
+    "▁▁",
+    "Ġ",
+]
+_SPACES = [
+    "  ",
+    "   ",
+    "\t",
+    "\n\n",
+    " \n ",
+    "\r\n",
+    "\u00a0",
+    "\u2003",
+    "\u200b",
+    " " * 17,
+    "\n" * 9,
+    "\t\t    ",
+]
+_CONTROL = [
+    "\x00",
+    "\x01",
+    "\x07",
+    "\x1b[31m",
+    "\x7f",
+    "\x85",
+    "\u2028",
+    "\ufeff",
+    "\ufffd",
+    "\ufffe",
+    "\u202e",
+]
 
 
 def generated_strings(count: int, seed: int = 0) -> list[str]:
-    """Scripts, emoji, joiners, code, special tokens inside, runs of whitespace, control characters, byte noise."""
+    """Scripts, emoji, joiners, code, special tokens inside, runs of whitespace, control characters, byte
+    noise.
+    """
     rng = random.Random(seed)
 
     def characters() -> str:
@@ -53,7 +137,9 @@ def generated_strings(count: int, seed: int = 0) -> list[str]:
         lambda: rng.choice(_CONTROL),
     ]
     edges = ["", " ", "\n", "a", " a", "a ", "\ufffd", "👩‍👩‍👧", "▁▁x", "<|im_end|>", "<bos><bos>"]
-    return edges + ["".join(rng.choice(makers)() for _ in range(rng.randint(1, 8))) for _ in range(count - len(edges))]
+    return edges + [
+        "".join(rng.choice(makers)() for _ in range(rng.randint(1, 8))) for _ in range(count - len(edges))
+    ]
 
 
 def _folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -142,7 +228,24 @@ def test_other_decoders_stream_alike(kind, tmp_path):
     from tokenizers import decoders
     from tokenizers import models as tokenizer_models
 
-    words = ["[UNK]", "▁a", "▁b", "c", ".", "##d", "'", "n't", "x", "!", "▁", "<0xE5>", "<0xAD>", "<0x97>", "<0xFF>", "s"]
+    words = [
+        "[UNK]",
+        "▁a",
+        "▁b",
+        "c",
+        ".",
+        "##d",
+        "'",
+        "n't",
+        "x",
+        "!",
+        "▁",
+        "<0xE5>",
+        "<0xAD>",
+        "<0x97>",
+        "<0xFF>",
+        "s",
+    ]
     vocab = {word: i for i, word in enumerate(words)}
     tokenizer = tokenizers.Tokenizer(tokenizer_models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.decoder = {
@@ -153,7 +256,11 @@ def test_other_decoders_stream_alike(kind, tmp_path):
         ),
     }[kind]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = {"clean_up_tokenization_spaces": kind == "wordpiece", "tokenizer_class": "TokenizersBackend", "unk_token": "[UNK]"}
+    config = {
+        "clean_up_tokenization_spaces": kind == "wordpiece",
+        "tokenizer_class": "TokenizersBackend",
+        "unk_token": "[UNK]",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     theirs.save_pretrained(tmp_path / "saved")
@@ -165,7 +272,7 @@ def test_other_decoders_stream_alike(kind, tmp_path):
         assert _streamed(ours, ids) == ours.decode(ids), ids
 
 
-# ------------------------------------------------------------------------------------------------ stop strings
+# -------------------------------------------------------------------------------------------- stop strings
 
 
 def _stopped(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, bool]:

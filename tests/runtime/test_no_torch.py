@@ -1,0 +1,51 @@
+"""The wall: serving needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
+
+BLOCK = """
+import sys
+
+class Wall:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "safetensors"):
+            raise ImportError(f"{name} stands behind the wall")
+
+sys.meta_path.insert(0, Wall())
+"""
+
+
+def behind_the_wall(script: str) -> str:
+    """Run `script` in an interpreter that cannot import torch or transformers; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK + textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_module_of_the_runtime_imports_without_torch():
+    names = sorted(path.stem for path in RUNTIME.glob("*.py") if path.stem != "__init__")
+    assert "engine" in names
+    imports = "\n".join(f"import enginewright.runtime.{name}" for name in names)
+    behind_the_wall(imports + "\nimport enginewright.backends.cpu.executor")
+
+
+def test_an_engine_generates_without_torch():
+    pytest.importorskip("torch")
+    engines = pytest.importorskip("tests.engines")
+    folder = engines.built("smollm2", "int4")
+    said = behind_the_wall(f"""
+        import enginewright
+        with enginewright.load({str(folder)!r}) as engine:
+            print(engine.generate("The capital of France is", max_tokens=6)[0].text)
+    """)
+    assert "Paris" in said
