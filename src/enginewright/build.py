@@ -1,0 +1,173 @@
+"""`optimize`: from a model to a verified engine.
+
+    source → capture → passes → lower → run through the runtime and verify → publish
+
+Everything is written to a temporary folder; the engine appears under its name only when the verdict is in. The judge of
+verification is the captured Program, kept from before the first pass.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from enginewright import __version__
+from enginewright.backends import get_backend
+from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
+from enginewright.passes.capture import capture
+from enginewright.passes.manager import Step, run_steps
+from enginewright.passes.normalise import Normalise
+from enginewright.passes.pipeline import steps
+from enginewright.passes.program import Program, Stage
+from enginewright.passes.source import ModelSource, open_source
+from enginewright.progress import Progress, StageRecord
+from enginewright.recipes.errors import InputError
+from enginewright.recipes.recipe import Recipe, load_recipe
+from enginewright.runtime.engine import Engine, load
+from enginewright.verify import Verification, verify
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What `optimize` did. `path` is the engine, `passes` one entry a pass (name, matches, seconds, notes)."""
+
+    path: Path
+    manifest: dict[str, Any]
+    passes: list[dict[str, Any]]
+    seconds: float
+
+    @property
+    def verification(self) -> dict[str, Any]:
+        """The figures and the verdict, as the manifest has them."""
+        return self.manifest["verification"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        return {**asdict(self), "path": str(self.path)}
+
+    def engine(self, **options: Any) -> Engine:
+        """Load the engine (options of `enginewright.load`)."""
+        return load(self.path, **options)
+
+
+def optimize(
+    model: str | os.PathLike[str],
+    recipe: str | os.PathLike[str] = "int4",
+    out: str | os.PathLike[str] | None = None,
+    *,
+    backend: str = "cpu",
+    overrides: Iterable[str] = (),
+    dump: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    allow_unverified: bool = False,
+    progress: Progress | None = None,
+) -> BuildReport:
+    """Build the engine of `model` by `recipe` into the folder `out`.
+
+    `model` is a Hugging Face folder, a `.gguf` file, or a hub name (needs a network). `overrides` are `key=value` changes of
+    recipe fields. `dump` is a folder that receives the graph after every pass. `force` replaces an engine at `out`.
+
+    Raises InputError and its kin for what cannot be used, and VerificationError when the engine's answers leave the recipe's
+    limits (then nothing is published, unless `allow_unverified`).
+    """
+    started = time.perf_counter()
+    progress = progress or Progress()
+    resolved = load_recipe(str(recipe), list(overrides))
+    target = get_backend(backend)
+    out = Path(out) if out is not None else Path("engines") / f"{Path(model).name.removesuffix('.gguf')}-{resolved.name}"
+    with ArtifactWriter(out, force=force) as writer:
+        with progress.stage("open") as record:
+            source = open_source(model)
+            record.detail = source.name
+        with progress.stage("capture") as record:
+            program = capture(source, max_context=resolved.max_context)
+            record.detail = f"{program.facts.architecture}, {program.facts.parameters / 1e6:,.1f} M parameters"
+        judge = program.clone()
+        passes = _run_passes(program, resolved, progress, dump)
+        with progress.stage("lower") as record:
+            files = target.lower(program, resolved, writer.path)
+            record.detail = f"{sum((writer.path / file).stat().st_size for file in files) / 1e6:,.1f} MB"
+        source.write_tokenizer(writer.path)
+        manifest = _manifest(program, source, resolved, target)
+        build = _build_log(passes, program.notes)
+        with progress.stage("verify") as record:
+            verification = _verify(writer, manifest, judge, resolved, target.exact, progress)
+            record.detail = f"KL {verification.mean_kl:.3g}, top-1 {verification.top1_agreement:.1%}"
+        manifest["verification"] = verification.to_dict()
+        if not allow_unverified:
+            verification.raise_if_failed()
+        build["seconds"] = {record.name: round(record.seconds, 3) for record in progress.records}
+        path = writer.publish(manifest, build)
+    return BuildReport(path, open_engine(path).manifest, passes, time.perf_counter() - started)
+
+
+def _run_passes(
+    program: Program, recipe: Recipe, progress: Progress, dump: str | os.PathLike[str] | None
+) -> list[dict[str, Any]]:
+    folder = None if dump is None else Path(dump)
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise InputError("the graphs cannot be written", found=f"{folder} is a file", expected="a folder, or a new name")
+    with progress.stage("passes") as record:
+        records = run_steps(
+            program,
+            [Step(Normalise(), Stage.NORMALISED, required=True), *steps(recipe)],
+            dump=folder,
+            progress=lambda name, index, total: progress.update(f"{name} ({index + 1} of {total})" if name else "done"),
+        )
+        record.detail = f"{records[0].nodes_before:,} nodes became {records[-1].nodes_after:,}"
+    for entry in records:
+        progress.add(StageRecord(entry.name, entry.seconds, entry.matches, "; ".join(entry.notes)), indent=2)
+    return [
+        {"name": entry.name, "matches": entry.matches, "seconds": round(entry.seconds, 3), "notes": list(entry.notes)}
+        for entry in records
+    ]
+
+
+def _manifest(program: Program, source: ModelSource, recipe: Recipe, backend: Any) -> dict[str, Any]:
+    """Everything in engine.json but files, hashes and verification. Nothing here may differ between equal builds."""
+    facts = asdict(program.facts)
+    groups = facts.pop("kv_groups")
+    for group in groups:
+        group.update(format=recipe.kv_cache.format, page_size=recipe.kv_cache.page_size)
+    return {
+        "enginewright_version": __version__,
+        "backend": backend.name,
+        "target": backend.target,
+        "model": {**facts, "source": source.name},
+        "recipe": recipe.resolved(),
+        "kv_groups": groups,
+        "io": {
+            "inputs": ["tokens", "positions", "seq_starts", "context_lens", "page_tables", "logit_rows"],
+            "outputs": ["logits"],
+        },
+    }
+
+
+def _build_log(passes: list[dict[str, Any]], notes: list[str]) -> dict[str, Any]:
+    """What build.json holds: how this engine came to be, on which machine, with which versions."""
+    import torch
+    import transformers
+
+    return {
+        "passes": passes,
+        "notes": list(notes),
+        "host": {"machine": platform.machine(), "system": platform.platform(), "python": platform.python_version()},
+        "versions": {"enginewright": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "built_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _verify(
+    writer: ArtifactWriter, manifest: dict[str, Any], judge: Program, recipe: Recipe, exact: bool, progress: Progress
+) -> Verification:
+    """Load the unpublished folder through the runtime and hold it against the judge."""
+    names = {path.relative_to(writer.path).as_posix(): {} for path in writer.path.rglob("*") if path.is_file()}
+    unpublished = Artifact(writer.path, {**manifest, "files": names})
+    limits = {key: value for key, value in asdict(recipe.verify).items() if value is not None}
+    with load(unpublished, cache_tokens=4096, max_sequences=8) as engine:
+        return verify(engine, judge, limits, demand_invariance=exact, report=progress.update)
