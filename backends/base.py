@@ -1,7 +1,8 @@
 """What every backend promises: how it lowers a program, and how its executor runs a step.
 
-A step is T tokens of S sequences laid end to end, prefill chunks and decodes mixed freely. Executors own the memory of the
-key/value pools; the runtime owns the page tables. Neither torch nor transformers is imported here.
+A step is T tokens of S sequences laid end to end, prefill chunks and decodes mixed freely. Executors own the
+memory of the key/value pools; the runtime owns the page tables. Neither torch nor transformers is imported
+here.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class StepInput:
     positions [T]: absolute positions; a sequence's rows are the last ones of its context, in order.
     seq_starts [S + 1]: sequence s holds rows seq_starts[s] .. seq_starts[s + 1] - 1, at least one.
     context_lens [S]: tokens visible after this step, cached ones and this step's.
-    page_tables [G, S, P]: for each KV group, the page of positions p * page_size and on; -1 for none. Pages of positions
-        that a group's window has passed may be -1. A page that is written belongs to one sequence.
+    page_tables [G, S, P]: for each KV group, the page of positions from p * page_size; -1 for none. Pages of
+        positions that a group's window has passed may be -1. A page that is written belongs to one sequence.
     logit_rows [R]: the rows of the step whose logits are wanted; may be empty.
     """
 
@@ -95,7 +96,7 @@ class Executor(Protocol):
     max_rows: int
 
     def create_pool(self, pages_per_group: Sequence[int]) -> None:
-        """Make the pools, so many pages for each KV group; earlier pools are dropped. Raises StepError, MemoryError."""
+        """Make pools of so many pages a KV group and drop earlier ones. Raises StepError, MemoryError."""
 
     def copy_pages(self, group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy page sources[i] to destinations[i], in order, in every layer of the group."""
@@ -116,8 +117,8 @@ class Executor(Protocol):
 class Backend(Protocol):
     """A way to run programs.
 
-    name: as in recipes and engine.json. target: what the engine needs of a machine, as text. exact: whether a row's logits are
-    bitwise the same in any batch, chunking and thread count. capabilities: what it can lower, as data.
+    name: as in engine.json. target: what the engine needs of a machine, as text. exact: whether a row's logits
+    are bitwise the same in any batch, chunking and thread count. capabilities: what it can lower, as data.
     """
 
     name: str
@@ -132,7 +133,7 @@ class Backend(Protocol):
         """Write what `load` needs into `directory`; returns the files' names. Raises LoweringError."""
 
     def load(self, engine: Artifact, **options: Any) -> Executor:
-        """Load an engine that `lower` wrote. Options are the backend's own; unknown ones raise. Raises ArtifactError."""
+        """Load what `lower` wrote. Options are the backend's own. Raises ArtifactError."""
 
 
 def _bad(what: str, found: object, expected: object) -> StepError:
@@ -140,7 +141,7 @@ def _bad(what: str, found: object, expected: object) -> StepError:
 
 
 def check_step(step: StepInput, limits: StepLimits) -> None:
-    """Raise StepError unless every array of `step` has its dtype and shape, agrees with the others, and fits `limits`."""
+    """Raise StepError unless the arrays have their dtypes and shapes, agree, and fit `limits`."""
     for name in StepInput.__slots__:
         array = getattr(step, name)
         dims = 3 if name == "page_tables" else 1
@@ -171,20 +172,30 @@ def check_step(step: StepInput, limits: StepLimits) -> None:
     lengths = starts[1:] - starts[:-1]
     first = lens - lengths
     if first.min() < 0 or lens.max() > limits.max_positions:
-        raise _bad("context_lens", lens.tolist(), f"at least the rows of each sequence, at most {limits.max_positions}")
+        raise _bad(
+            "context_lens",
+            lens.tolist(),
+            f"at least the rows of each sequence, at most {limits.max_positions}",
+        )
     expected = np.arange(count, dtype=np.int32) + np.repeat(first - starts[:-1], lengths)
     if not np.array_equal(positions, expected):
         row = int(np.flatnonzero(positions != expected)[0])
-        raise _bad(f"positions, row {row}", int(positions[row]), f"{expected[row]}: rows are the last of their context")
+        raise _bad(
+            f"positions, row {row}",
+            int(positions[row]),
+            f"{expected[row]}: rows are the last of their context",
+        )
     for index, (group, pages) in enumerate(zip(limits.groups, limits.pages, strict=True)):
         _check_pages(index, group, pages, step.page_tables[index], first, lens)
 
 
 def _check_pages(index: int, group: KvGroupInfo, pages: int, table: Ints, first: Ints, lens: Ints) -> None:
-    """Check one group's table [S, P]: visible positions have pages of the pool, written pages belong to one sequence."""
+    """Check one group's table [S, P]: visible positions have pages, each written page is used once."""
     size, width = group.page_size, table.shape[1]
     if int(lens.max()) > width * size:
-        raise _bad(f"page_tables of group {index}", f"{width} pages of {size}", f"room for {lens.max()} positions")
+        raise _bad(
+            f"page_tables of group {index}", f"{width} pages of {size}", f"room for {lens.max()} positions"
+        )
     seen = np.maximum(first - group.window + 1, 0) if group.window else np.zeros_like(first)
     page = np.arange(width)
     last = (lens - 1) // size
@@ -199,4 +210,6 @@ def _check_pages(index: int, group: KvGroupInfo, pages: int, table: Ints, first:
         )
     written = table[(page >= (first // size)[:, None]) & (page <= last[:, None])]
     if len(np.unique(written)) != len(written):
-        raise _bad(f"page_tables of group {index}", "a page that is written for two places", "each page written once")
+        raise _bad(
+            f"page_tables of group {index}", "a page that is written for two places", "each page written once"
+        )

@@ -1,4 +1,4 @@
-"""The cpu backend's executor: numpy arrays in, logits out; the native module does the rest with the GIL released."""
+"""The cpu backend's executor: numpy arrays in, logits out; native code does the rest without the GIL."""
 
 from __future__ import annotations
 
@@ -108,8 +108,10 @@ class CpuExecutor:
         return logits
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes of weights, pool, arena (values between instructions) and scratch, as reserved (pages never touched cost
-        nothing)."""
+        """Bytes reserved for weights, pool, arena (values between instructions) and scratch.
+
+        Pages of memory that were never touched cost nothing.
+        """
         memory: dict[str, int] = self._engine.memory()
         return memory
 

@@ -47,6 +47,8 @@ void step(Engine &engine, const Ints<1> &tokens, const Ints<1> &positions, const
 } // namespace
 
 void bind_engine(nb::module_ &m) {
+    m.def("available_isas", &available_isas, "Kernel variants that this machine runs, best first.");
+    m.def("isa", [] { return kernels().name; }, "The variant in use unless an engine asks for another.");
     m.def("usable_cpus", &usable_cpus, "Cores this process may use: affinity cut down to the cgroup's quota.");
     nb::class_<Engine>(m, "Engine", "A loaded program: see backends/cpu/instructions.md.")
         .def("__init__",

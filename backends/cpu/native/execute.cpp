@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "engine.h"
 
@@ -266,16 +267,17 @@ void Engine::gated_row(const Instruction &code, const float *gate, const float *
     // Clamped and scaled by hand, the sigmoid by the kernel, a block at a time.
     constexpr int64_t kBlock = 256;
     alignas(64) float clamped[kBlock], gates[kBlock];
+    const float limit = code.limit > 0 ? code.limit : std::numeric_limits<float>::infinity();
     for (int64_t start = 0; start < n; start += kBlock) {
         const int64_t m = std::min(kBlock, n - start);
         for (int64_t i = 0; i < m; ++i) {
-            clamped[i] = gate[start + i] > code.limit ? code.limit : gate[start + i];
+            clamped[i] = gate[start + i] > limit ? limit : gate[start + i];
             gates[i] = code.alpha * clamped[i];
         }
         kernels_.activation(int(Activation::sigmoid), gates, gates, m);
         for (int64_t i = 0; i < m; ++i) {
             const float u = up[start + i];
-            const float bounded = u > code.limit ? code.limit : u < -code.limit ? -code.limit : u;
+            const float bounded = u > limit ? limit : u < -limit ? -limit : u;
             y[start + i] = (bounded + 1.0f) * (clamped[i] * gates[i]);
         }
     }
