@@ -15,7 +15,9 @@ alone, which IEEE 754 rounds the same way everywhere, so that any implementation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -87,19 +89,56 @@ def _log(x: np.ndarray) -> np.ndarray:
     return exponent * _LN2 + (s + s) * series
 
 
-def gumbel_noise(seed: int, position: int, count: int) -> np.ndarray:
-    """Return float64 [count]: standard Gumbel noise of token ids 0 … count-1 at `position` under `seed`."""
+@lru_cache(maxsize=4)
+def _counters(count: int) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(
+            _GAMMA
+        )  # modulo 2**64, as all steps below
+
+
+def _random_bits(seed: int, position: int, count: int) -> np.ndarray:
+    """Return uint64 [count]: the random bits of token ids 0 … count-1."""
     stream = _mix((_mix((seed + _GAMMA) & _MASK) + position * _GAMMA) & _MASK)
-    z = np.arange(1, count + 1, dtype=np.uint64)
-    z *= np.uint64(_GAMMA)  # wraps modulo 2**64, as do all steps below
-    z += np.uint64(stream)
+    z = _counters(count) + np.uint64(stream)
     z ^= z >> np.uint64(30)
     z *= np.uint64(_MIX_1)
     z ^= z >> np.uint64(27)
     z *= np.uint64(_MIX_2)
     z ^= z >> np.uint64(31)
-    uniform = ((z >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # exact, in (0, 1)
+    return z
+
+
+def _gumbel(bits: np.ndarray) -> np.ndarray:
+    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # exact, in (0, 1)
     return -_log(-_log(uniform))
+
+
+def gumbel_noise(seed: int, position: int, count: int) -> np.ndarray:
+    """Return float64 [count]: Gumbel noise of token ids 0 … count-1 at `position` under `seed`."""
+    return _gumbel(_random_bits(seed, position, count))
+
+
+def _noisy_argmax(row: np.ndarray, top: int, temperature: float, seed: int, position: int) -> int:
+    """Return argmax(row / temperature + noise), lowest id on ties; `top` is argmax(row).
+
+    With s = (logit - largest) / T and u the uniform number behind the noise g, g <= -log(1 - u). So an id can
+    only beat `top`, whose score is its own noise B, if 1 - u <= exp(s - B). The few ids that pass are scored
+    exactly; the test itself is done in float32, on the generous side.
+    """
+    bits = _random_bits(seed, position, len(row))
+    best = float(_gumbel(bits[top : top + 1])[0])
+    with np.errstate(over="ignore", under="ignore"):
+        reach = row - row[top]
+        reach /= np.float32(max(temperature, GREEDY_BELOW))
+        np.exp(reach, out=reach)
+        reach *= np.float32(1.001 * math.exp(-best) * 2.0**24)
+    able = np.flatnonzero((~bits >> np.uint64(40)).astype(np.float32) <= reach)
+    scores = row[able].astype(np.float64)
+    scores -= row[top]  # at most 0, so that dividing by a small temperature cannot overflow to +inf
+    scores /= temperature
+    scores += _gumbel(bits[able])
+    return int(able[scores.argmax()])
 
 
 # ------------------------------------------------------------------------------------------------- drawing
@@ -124,13 +163,6 @@ def draw(
         token = tokens[r]
         row = logits[r]
         if temperatures[r] > GREEDY_BELOW:
-            scores = row.astype(np.float64)
-            scores -= scores[
-                token
-            ]  # at most 0, so that dividing by a small temperature cannot overflow to +inf
-            with np.errstate(over="ignore"):
-                scores /= temperatures[r]
-            scores += gumbel_noise(seeds[r], positions[r], len(row))
-            token = int(scores.argmax())
+            token = _noisy_argmax(row, token, temperatures[r], seeds[r], positions[r])
         drawn.append((token, float(row[token]) - total))
     return drawn

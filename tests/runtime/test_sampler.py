@@ -74,6 +74,17 @@ def test_frequencies_follow_the_softmax():
         assert ((counts - expected) ** 2 / expected).sum() < 16.3  # chi-square, 3 degrees, 0.1 %
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, 1e4])
+def test_ids_that_are_passed_over_could_not_have_won(scale):
+    rng = np.random.default_rng(4)
+    for seed in range(150):
+        row = (rng.standard_normal(2000) * scale).astype(np.float32)
+        row[rng.integers(2000, size=3)] = [-np.inf, row.max(), row.min()]
+        temperature = float(rng.choice([2e-5, 0.2, 1.0, 5.0, 1e6]))
+        scores = (row.astype(np.float64) - row.max()) / temperature + gumbel_noise(seed, 3, 2000)
+        assert one(row, temperature, seed, 3)[0] == scores.argmax()
+
+
 @pytest.mark.parametrize("temperature", [1e-5, 1e-10, 1e-38, 5e-324])
 def test_tiny_temperatures_are_greedy(temperature):
     rng = np.random.default_rng(0)
