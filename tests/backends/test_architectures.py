@@ -1,0 +1,114 @@
+"""Every model family through the whole compiler: the cpu engine gives the logits that transformers gives.
+
+Captured, run through all passes and lowered with the fp32 recipe. The largest difference is at most 1e-4 of
+the largest logit, however the prompts are cut into steps; and the engine's own answers are bitwise the same
+in all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from enginewright.backends.cpu.lower import lower
+from enginewright.passes.capture import capture
+from enginewright.passes.normalise import Normalise
+from enginewright.passes.pipeline import run_pipeline
+from enginewright.passes.program import Program, Stage
+from enginewright.recipes.recipe import load_recipe
+from tests.backends.stepping import Floats, Stepper, alone, in_chunks
+from tests.passes.architectures import ARCHITECTURES, folder
+
+executor_module = pytest.importorskip("enginewright.backends.cpu.executor")
+
+TOLERANCE = 1e-4
+PROMPTS = {
+    name: torch.randint(3, 130, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for name, length in (("short", 3), ("middle", 17), ("long", 41))
+}
+
+
+@functools.cache
+def expected(arch: str) -> dict[str, Floats]:
+    """Eager transformers' logits, each prompt alone."""
+    model = ARCHITECTURES[arch]()
+    with torch.no_grad():
+        return {name: model(torch.tensor([prompt])).logits[0].numpy() for name, prompt in PROMPTS.items()}
+
+
+@functools.cache
+def normalised(arch: str) -> Program:
+    program = capture(folder(arch))
+    if program.stage < Stage.NORMALISED:
+        Normalise().run(program)
+        program.stage = Stage.NORMALISED
+    return program
+
+
+@functools.cache
+def engine(arch: str, page_size: int) -> tempfile.TemporaryDirectory[str]:
+    """The lowered files of an architecture."""
+    recipe = load_recipe("fp32", [f"kv_cache.page_size={page_size}"])
+    program = normalised(arch).clone()
+    run_pipeline(program, recipe)
+    directory = tempfile.TemporaryDirectory()
+    lower(program, recipe, Path(directory.name))
+    return directory
+
+
+def load(arch: str, page_size: int = 16):  # type: ignore[no-untyped-def]
+    directory = Path(engine(arch, page_size).name)
+    return executor_module.CpuExecutor(
+        directory / "program.json", directory / "weights.bin", threads=2, max_tokens=64
+    )
+
+
+def check(found: dict[str, Floats], arch: str) -> None:
+    for name, want in expected(arch).items():
+        error = np.abs(found[name] - want).max() / np.abs(want).max()
+        assert error <= TOLERANCE, f"prompt {name}: {error:.2e} of the largest logit"
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_logits_equal_transformers_however_prompts_are_cut(arch: str, page_size: int) -> None:
+    executor = load(arch, page_size)
+    try:
+        whole = alone(executor, PROMPTS, 64)
+        check(whole, arch)
+        ways = {
+            "one token a step": alone(executor, PROMPTS, 1),
+            "seven tokens a step": alone(executor, PROMPTS, 7),
+            "all prompts in one step": in_chunks(executor, PROMPTS, 64),
+            "all prompts, five tokens a step": in_chunks(executor, PROMPTS, 5),
+            "a prefill beside decodes": mixed(executor),
+        }
+        for way, found in ways.items():
+            for name in PROMPTS:
+                assert np.array_equal(found[name], whole[name]), (
+                    f"{way}: prompt {name} differs from the whole prompt"
+                )
+    finally:
+        executor.close()
+
+
+def mixed(executor) -> dict[str, Floats]:  # type: ignore[no-untyped-def]
+    """The long prompt decodes token by token while the others arrive, in one chunk and in two."""
+    stepper = Stepper(executor)
+    found: dict[str, list[Floats]] = {name: [] for name in PROMPTS}
+    long = PROMPTS["long"]
+    others = {3: ("middle", 0, 10), 5: ("short", 0, 3), 6: ("middle", 10, 17)}
+    rows = {"long": long[:20]}
+    for step in range(len(long) - 20 + 1):
+        if step in others:
+            name, start, stop = others[step]
+            rows = {name: PROMPTS[name][start:stop], **rows}
+        for name, logits in stepper.feed(**rows).items():
+            found[name].append(logits)
+        rows = {"long": long[20 + step : 21 + step]}
+    return {name: np.concatenate(parts) for name, parts in found.items()}
