@@ -73,6 +73,27 @@ def capture(source: str | Path | Source, max_context: int | None = None) -> Prog
     return program
 
 
+def export(model: Any, context: int) -> torch.export.ExportedProgram:
+    """Trace the model with its attention caught whole; where it does not call transformers' interface, as it is."""
+    try:
+        exported = _trace(model, context, NAME)
+        if any(node.target is torch.ops.ew.attention.default for node in exported.graph.nodes):
+            return exported
+    except (CaptureError, InputError):
+        raise
+    except Exception:
+        pass
+    try:
+        return _trace(model, context, "eager")
+    except EnginewrightError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be traced for a varying number of tokens",
+            found=_first_line(error),
+        ) from error
+
+
 def refuse_unsupported(config: Any) -> None:
     """Raise CaptureError for kinds of models that are known not to fit one causal pass over tokens."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -136,9 +157,7 @@ def build_on_meta(config: Any) -> Any:
     interfaces.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    supports = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_attention_backend", False)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -150,10 +169,6 @@ def build_on_meta(config: Any) -> Any:
             found=_first_line(error),
         ) from error
     model.eval()
-    for part in {id(m.config): m for m in model.modules() if hasattr(m, "config")}.values():
-        if supports:
-            part.config._attn_implementation_internal = NAME
-        part.config._experts_implementation_internal = NAME
     return model
 
 
@@ -231,28 +246,28 @@ class _Logits(torch.nn.Module):
         return self.model(input_ids=tokens, use_cache=False, return_dict=True, **extra).logits
 
 
-def export(model: Any, context: int) -> torch.export.ExportedProgram:
-    """Trace the model with a dynamic number of tokens between 2 and `context`."""
-    length = min(_TRACED_TOKENS, context)
+def _trace(model: Any, context: int, attention: str) -> torch.export.ExportedProgram:
+    """Trace with a dynamic number of tokens between 2 and `context`, and an attention implementation by name."""
+    for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        part._attn_implementation_internal = attention
+        part._experts_implementation_internal = NAME
+    length = max(2, min(_TRACED_TOKENS, context - 1))
     ids = torch.zeros(1, length, dtype=torch.long)
-    dim = torch.export.Dim("T", min=2, max=context)
+    # One below the limit: at the limit itself a slice of a table may be the whole table, which would be another graph.
+    dim = torch.export.Dim("T", min=2, max=max(context - 1, length))
+    shapes = ({1: dim}, {1: dim})
     try:
         with torch.no_grad(), hooked(model, context), _quiet():
             return torch.export.export(
-                _Logits(model), (ids, ids.clone()), dynamic_shapes=({1: dim}, {1: dim}), strict=False
+                _Logits(model), (ids, ids.clone()), dynamic_shapes=shapes, strict=False
             )
-    except EnginewrightError:
-        raise
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, EnginewrightError):
                 raise cause from error
             cause = cause.__cause__ or cause.__context__
-        raise CaptureError(
-            f"{type(model).__name__} cannot be traced for a varying number of tokens",
-            found=_first_line(error),
-        ) from error
+        raise
 
 
 @contextlib.contextmanager
@@ -338,6 +353,9 @@ def to_program(
                     found=str(node.target),
                 )
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+            if node.target is torch.ops.aten.baddbmm.default:
+                values[node] = _baddbmm(graph, node, args, kwargs)
+                continue
             copied = graph.call_function(node.target, args, kwargs)
             copied.meta = {"module": _module_path(node)}
             values[node] = copied
@@ -362,6 +380,18 @@ def to_program(
             program.infer(node)
     program.recompile()
     return program
+
+
+def _baddbmm(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    """beta · a + alpha · (b @ c), spelt out: the fused op has no shape function for a varying T."""
+    aten = torch.ops.aten
+    product = graph.call_function(aten.bmm.default, args[1:])
+    scaled = graph.call_function(aten.mul.Tensor, (product, kwargs.get("alpha", 1)))
+    bias = graph.call_function(aten.mul.Tensor, (args[0], kwargs.get("beta", 1)))
+    result = graph.call_function(aten.add.Tensor, (scaled, bias))
+    for made in (product, scaled, bias, result):
+        made.meta = {"module": _module_path(node)}
+    return result
 
 
 def _executed(dtype: torch.dtype) -> torch.dtype:

@@ -28,7 +28,7 @@ from enginewright.passes.weights import Weight
 
 __all__ = ["Execution", "KvGroup", "KvLayer", "ModelFacts", "Program", "Stage"]
 
-_HINT = 1009  # the number of tokens shape inference imagines; a prime, so that no other size is taken for it
+_HINT = 1009  # the number of tokens that shape inference imagines, where the model's context allows it
 
 
 class Stage(enum.IntEnum):
@@ -200,7 +200,7 @@ class Program:
                     break
             else:
                 context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-                example = torch.empty(_HINT, dtype=torch.int32)
+                example = torch.empty(max(2, min(_HINT, self.facts.max_context - 1)), dtype=torch.int32)
                 fake = self.fake_mode.from_tensor(example, symbolic_context=context)
                 self._tokens = fake.shape[0]  # type: ignore[assignment]
         return self._tokens  # type: ignore[return-value]
