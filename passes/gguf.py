@@ -45,7 +45,7 @@ from enginewright.passes.checkpoint import _check, _tie
 from enginewright.passes.kept import Held, Parts
 from enginewright.passes.quant_formats import FORMATS
 from enginewright.passes.weights import Weight, concatenated, transposed
-from enginewright.recipes.errors import InputError
+from enginewright.recipes.errors import EnginewrightError, InputError
 
 __all__ = ["Entry", "GgufFile", "GgufSource", "GgufTensor"]
 
@@ -430,15 +430,9 @@ def _understood(problem: str, architecture: str) -> Iterator[None]:
     """Turn what transformers raises on files it does not know into an InputError."""
     try:
         yield
-    except (
-        ValueError,
-        KeyError,
-        NotImplementedError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        OSError,
-    ) as error:
+    except EnginewrightError:
+        raise
+    except Exception as error:  # all kinds are raised there, and plain Exception
         said = (str(error) or repr(error)).splitlines()[0]
         raise InputError(
             problem,
