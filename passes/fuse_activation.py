@@ -27,7 +27,7 @@ from enginewright.passes.program import Program
 #: Elementwise ATen ops that activations are spelled with.
 _ELEMENTWISE = frozenset(
     """add addcmul clamp clamp_min div erf exp gelu mul neg pow reciprocal relu rsub sigmoid silu square sub
-    tanh threshold""".split()  # noqa: SIM905
+    tanh threshold""".split()
 )
 _LARGEST_REGION = 16
 _TOLERANCE = 2e-6

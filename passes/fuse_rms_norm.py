@@ -6,8 +6,8 @@ Rules (r is 1 / √(mean(x²) + eps) over the last axis, in any of its spellings
 3. x · r                            →  ew::rms_norm(x, None, eps)
 4. aten.rms_norm, aten._fused_rms_norm over the last axis  →  ew::rms_norm
 
-Runs after fuse_layer_norm: a layer norm's second half is an RMS norm. A weight of another shape (one a head, say) stays a multiplication after rule 3. Norms of single heads are the
-same rules over [T, heads, D].
+Runs after fuse_layer_norm: a layer norm's second half is an RMS norm. A weight of another shape (one a head,
+say) stays a multiplication after rule 3. Norms of single heads are the same rules over [T, heads, D].
 """
 
 from __future__ import annotations

@@ -6,7 +6,10 @@ Rules
    for R/2 rotations of the first R features, then y → ew::rope(x, cos, sin, R, interleaved). Pairs lie half a
    rotation apart or side by side (`interleaved`), which covers full, partial, interleaved and scaled types in
    any spelling.
-2. The cosine of a pair is used twice, and so is its sine. Where they come from two columns of a table, the
+2. The same where pairs are read side by side and written half a rotation apart  →  ew::rope(x, …,
+interleaved), then
+   its even features before its odd ones, as slices and a join.
+3. The cosine of a pair is used twice, and so is its sine. Where they come from two columns of a table, the
 rewrite
    is made only if the columns are equal at every position; the tables are then cut to the R/2 columns that
    are read. Cut tables are shared by all layers that share the original.
@@ -21,6 +24,7 @@ holds them), and tables that are not constants.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,13 +38,16 @@ from enginewright.passes.matching import is_call
 from enginewright.passes.program import Program
 from enginewright.passes.weights import Computed, Weight, reshaped, sliced
 
+aten = torch.ops.aten
+
 #: Ops that a region may consist of, besides `getitem`: each is linear in x once the tables are fixed.
 _LINEAR = frozenset(
     """_to_copy _unsafe_view add alias cat chunk clone contiguous expand flatten mul narrow neg permute
     reshape select slice split split_with_sizes squeeze stack sub to transpose unbind unflatten unsqueeze
-    view""".split()  # noqa: SIM905
+    view""".split()
 )
-_MOVES = frozenset("_unsafe_view add cat flatten reshape stack sub view".split())  # noqa: SIM905  (what y may be)
+#: What y may be.
+_MOVES = frozenset("_unsafe_view add cat flatten reshape stack sub view".split())
 _LARGEST_REGION = 48
 _SEED = 20210420
 
@@ -68,9 +75,13 @@ class _Columns:
 @dataclasses.dataclass(frozen=True)
 class _Rotation:
     rotary_dim: int
-    interleaved: bool
+    layout: str
     cos: _Columns
     sin: _Columns
+
+    @property
+    def interleaved(self) -> bool:
+        return self.layout != "halves"
 
 
 class FuseRope:
@@ -94,11 +105,23 @@ class FuseRope:
                     continue
                 cos, sin = tables.half(rotation.cos), tables.half(rotation.sin)
                 args = (region.x, cos, sin, rotation.rotary_dim, rotation.interleaved)
-                y.replace_all_uses_with(program.call(OPS["rope"], args, before=y))
+                y.replace_all_uses_with(
+                    _parted(program, program.call(OPS["rope"], args, before=y), rotation, y)
+                )
                 inside.update(region.nodes)
                 matches += 1
                 break
         return PassResult(matches)
+
+
+def _parted(program: Program, turned: fx.Node, rotation: _Rotation, before: fx.Node) -> fx.Node:
+    """The rope's result, in the layout in which the rotation writes it."""
+    if rotation.layout != "parted":
+        return turned
+    rotary, width = rotation.rotary_dim, turned.meta["val"].shape[-1]
+    ranges = [(0, rotary, 2), (1, rotary, 2)] + ([(rotary, width, 1)] if width > rotary else [])
+    parts = [program.call(aten.slice.Tensor, (turned, 2, *part), before=before) for part in ranges]
+    return program.call(aten.cat.default, (parts, 2), before=before)
 
 
 def _name(node: fx.Node) -> str:
@@ -192,10 +215,13 @@ def _evaluate(region: _Region, x: Tensor, tables: Mapping[fx.Node, Tensor]) -> T
     return env[region.y]
 
 
-def _random_tables(region: _Region, rows: int | None, generator: torch.Generator) -> dict[fx.Node, Tensor]:
-    """Random numbers for each table; `rows` different rows, or (None) one row for any number of rows."""
-    shapes = {table: table.meta["val"].shape[1:] for table in region.tables}
-    return {t: torch.rand((rows or 1, *s), generator=generator) + 0.5 for t, s in shapes.items()}
+def _random_tables(region: _Region, rows: int, generator: torch.Generator) -> dict[fx.Node, Tensor]:
+    """`rows` rows of each table, filled with numbers in random order of which no two are equal."""
+    shapes = {table: (rows, *table.meta["val"].shape[1:]) for table in region.tables}
+    total = sum(math.prod(shape) for shape in shapes.values())
+    numbers = 0.5 + torch.randperm(total, generator=generator) / total
+    parts = numbers.split([math.prod(shape) for shape in shapes.values()])
+    return {table: part.reshape(shape) for (table, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def _read(region: _Region) -> _Rotation | None:
@@ -203,7 +229,7 @@ def _read(region: _Region) -> _Rotation | None:
     none."""
     heads, width = _shape(region.x)  # type: ignore[misc]
     generator = torch.Generator().manual_seed(_SEED)
-    tables = _random_tables(region, None, generator)
+    tables = _random_tables(region, 1, generator)
     basis = torch.eye(width)[:, None, :].expand(width, heads, width)
     repeated = {node: value.expand(width, *value.shape[1:]) for node, value in tables.items()}
     try:
@@ -214,24 +240,49 @@ def _read(region: _Region) -> _Rotation | None:
     rotary = len(moved)
     if not rotary or rotary % 2 or moved != list(range(rotary)):
         return None
-    half = rotary // 2
-    interleaved = bool(matrix[0, half] == 0)
-    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + half) for i in range(half)]
-    wanted = torch.eye(width)
+    for layout, (written, read) in _layouts(rotary).items():
+        rotation = _coefficients(matrix, tables, layout, written, read)
+        if rotation is not None:
+            return rotation
+    return None
+
+
+def _layouts(rotary: int) -> dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
+    """Layout -> the features that hold each pair in y, and in x."""
+    apart = [(i, i + rotary // 2) for i in range(rotary // 2)]
+    beside = [(2 * i, 2 * i + 1) for i in range(rotary // 2)]
+    return {"halves": (apart, apart), "interleaved": (beside, beside), "parted": (apart, beside)}
+
+
+def _coefficients(
+    matrix: Tensor,
+    tables: Mapping[fx.Node, Tensor],
+    layout: str,
+    written: list[tuple[int, int]],
+    read: list[tuple[int, int]],
+) -> _Rotation | None:
+    """The rotation of the pairs, if `matrix` is that and nothing else."""
+    wanted = torch.eye(len(matrix))
+    wanted[: 2 * len(written)] = 0
     where: dict[str, list[tuple[fx.Node, int]]] = {"cos1": [], "cos2": [], "sin1": [], "sin2": []}
-    for a, b in pairs:
-        wanted[a, a], wanted[b, b] = matrix[a, a], matrix[b, b]
-        wanted[a, b], wanted[b, a] = matrix[a, b], matrix[b, a]
-        numbers = (matrix[a, a], matrix[b, b], -matrix[a, b], matrix[b, a])
+    for (to_a, to_b), (a, b) in zip(written, read, strict=True):
+        numbers = (matrix[to_a, a], matrix[to_b, b], -matrix[to_a, b], matrix[to_b, a])
         for key, number in zip(where, numbers, strict=True):
             column = _column(tables, number)
             if column is None:
                 return None
             where[key].append(column)
+        wanted[to_a, a], wanted[to_b, b], wanted[to_a, b], wanted[to_b, a] = (
+            *numbers[:2],
+            -numbers[2],
+            numbers[3],
+        )
     if not torch.equal(wanted, matrix):
         return None
     cos, sin = _columns(where["cos1"], where["cos2"]), _columns(where["sin1"], where["sin2"])
-    return None if cos is None or sin is None else _Rotation(rotary, interleaved, cos, sin)
+    if cos is None or sin is None:
+        return None
+    return _Rotation(2 * len(written), layout, cos, sin)
 
 
 def _column(tables: Mapping[fx.Node, Tensor], number: Tensor) -> tuple[fx.Node, int] | None:
@@ -261,6 +312,9 @@ def _same_values(region: _Region, rotation: _Rotation) -> bool:
     x = torch.rand((rows, heads, width), generator=generator) + 0.5
     cos, sin = (tables[c.table].view(rows, -1)[:, c.first] for c in (rotation.cos, rotation.sin))
     expected = rope.reference(x, cos, sin, rotation.rotary_dim, rotation.interleaved)
+    if rotation.layout == "parted":
+        turned = expected[..., : rotation.rotary_dim]
+        expected = torch.cat([turned[..., ::2], turned[..., 1::2], expected[..., rotation.rotary_dim :]], -1)
     return torch.allclose(_evaluate(region, x, tables), expected, rtol=1e-5, atol=1e-5)
 
 

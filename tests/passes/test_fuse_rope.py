@@ -112,3 +112,31 @@ def test_what_is_not_a_rotation_stays(fault):
     before = build.finish(turned(build, scaled, per_head(build, "cos", cos), per_head(build, "sin", table.sin()), rotated))
     program, result = after(FuseRope(), before)
     assert result.matches == count(program, "rope") == 0
+
+
+def test_wide_heads():
+    build = Build()
+    width = 512
+    table = torch.cat([angles(2)] * width, -1)
+    cos, sin = per_head(build, "cos", table.cos()), per_head(build, "sin", table.sin())
+    q = build.view(build.linear(build.hidden(6), width, "q"), 1, width)
+    program, result = after(FuseRope(), build.finish(turned(build, q, cos, sin, half_turn(build, q, width))))
+    assert result.matches == 1
+    assert rope_node(program).args[3:] == (width, False)
+
+
+def test_pairs_read_side_by_side_and_written_apart():
+    build = Build()
+    cos, sin = per_head(build, "cos", angles(WIDTH).cos()), per_head(build, "sin", angles(WIDTH).sin())
+    q = heads(build)
+    even, odd = (build.call(aten.slice.Tensor, q, -1, i, WIDTH, 2) for i in (0, 1))
+
+    def product(x, y):
+        return build.call(aten.mul.Tensor, x, y)
+
+    first = build.call(aten.sub.Tensor, product(even, cos), product(odd, sin))
+    second = build.call(aten.add.Tensor, product(odd, cos), product(even, sin))
+    program, result = after(FuseRope(), build.finish(build.call(aten.cat.default, [first, second], -1)))
+    assert result.matches == 1
+    assert rope_node(program).args[3:] == (WIDTH, True)
+    assert count(program, aten.mul.Tensor) == 0
