@@ -10,24 +10,28 @@
 
 namespace ew::EW_ISA_NS {
 
-// Block sizes: as many accumulators as the register file holds.
+// The largest block: as many sums as the register file holds beside the weights. The float formats keep two sums per output.
 #if defined(EW_ISA_AVX512)
-constexpr int kBlockRows = 8;
+constexpr int kIntegerRows = 8;
+constexpr int kFloatRows = 6;
 constexpr int kBlockTiles = 2;
 #elif defined(EW_ISA_AVX2)
-constexpr int kBlockRows = 4;
+constexpr int kIntegerRows = 4;
+constexpr int kFloatRows = 2;
 constexpr int kBlockTiles = 1;
 #else
-constexpr int kBlockRows = 2;
+constexpr int kIntegerRows = 2;
+constexpr int kFloatRows = 2;
 constexpr int kBlockTiles = 1;
 #endif
 
-/// Up to this many rows a thread reads one stream of tiles: two streams at once reach less of the memory's bandwidth.
-constexpr int64_t kStreamRows = 8;
+/// Up to this many rows memory is the bound and a thread reads one stream of tiles, far ahead; beyond, two tiles share each
+/// load of activations.
+constexpr int64_t kStreamRows = 2;
 /// Rows whose prepared activations stay in the L2 cache while the weights pass by.
 constexpr int64_t kChunkRows = 64;
-/// How far ahead of its use a tile's memory is requested, in a stream that memory bounds.
-constexpr int64_t kPrefetchBytes = 4096;
+/// How far ahead of its use a tile's memory is requested in a single stream. Two tiles at once request the next two.
+constexpr int64_t kPrefetchBytes = 8192;
 
 struct BlockInput {
   const uint8_t* tile;    // the first tile
@@ -60,17 +64,19 @@ EW_INLINE void store_outputs(const BlockOutput& out, int row, int tile, F16 sum)
   }
 }
 
-/// All rows of one chunk against `Tiles` tiles: full blocks, then one block of what is left over.
+/// All rows of one chunk against `Tiles` tiles: full blocks, and the last two as even as can be (9 rows are 5 + 4).
 template <class Format, int Tiles>
 EW_INLINE void linear_rows(BlockInput in, BlockOutput out, int64_t rows) {
-  for (; rows >= kBlockRows; rows -= kBlockRows) {
-    Format::template block<kBlockRows, Tiles>(in, out);
-    in.rows += kBlockRows * in.row_bytes;
-    out.y += kBlockRows * out.ldy;
+  constexpr int64_t kMost = Format::kBlockRows;
+  while (rows > 0) {
+    const int64_t taken = rows <= kMost ? rows : rows < 2 * kMost ? (rows + 1) / 2 : kMost;
+    unroll<Format::kBlockRows>([&](auto i) EW_INLINE_LAMBDA {
+      if (taken == i + 1) Format::template block<i + 1, Tiles>(in, out);
+    });
+    in.rows += taken * in.row_bytes;
+    out.y += taken * out.ldy;
+    rows -= taken;
   }
-  unroll<kBlockRows - 1>([&](auto i) EW_INLINE_LAMBDA {
-    if (rows == i + 1) Format::template block<i + 1, Tiles>(in, out);
-  });
 }
 
 /// The whole call. Chunks of rows are outermost, so that one chunk's activations stay in cache; inside, each tile is read

@@ -30,6 +30,8 @@ struct Bfloat16Step {
 
 template <class Step>
 struct Float {
+  static constexpr int kBlockRows = kFloatRows;
+
   template <int Rows, int Tiles>
   __attribute__((noinline)) static void block(const BlockInput& input, const BlockOutput& output) {
     const BlockInput in = input;

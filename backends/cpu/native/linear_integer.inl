@@ -47,7 +47,14 @@ EW_INLINE void prefetch_header(const BlockInput& in) {
   for (int64_t i = 0; i < in.header_bytes; i += 64) prefetch_t0(in.tile + in.prefetch_bytes + i);
 }
 
+template <int Rows, int Tiles, int Chains>
+EW_INLINE void keep_sums(I16 (&sum)[Rows][Tiles][Chains]) {
+  unroll<Rows * Tiles * Chains>([&](auto i) EW_INLINE_LAMBDA { keep_in_register((&sum[0][0][0])[i]); });
+}
+
 struct Int4 {
+  static constexpr int kBlockRows = kIntegerRows;
+
   template <int Rows, int Tiles>
   __attribute__((noinline)) static void block(const BlockInput& input, const BlockOutput& output) {
     const BlockInput in = input;
@@ -88,6 +95,7 @@ struct Int4 {
         body += 64;
         codes += 8;
       }
+      keep_sums(sum);
       unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
         const F16 scale = header_f16(in, t, g, 0);
         const F16 offset = header_f16(in, t, g, 1);
@@ -108,6 +116,8 @@ struct Int4 {
 /// int8: one weight scale per output (GroupScales false), or one per output and group (true).
 template <bool GroupScales>
 struct Int8 {
+  static constexpr int kBlockRows = kIntegerRows;
+
   template <int Rows, int Tiles>
   __attribute__((noinline)) static void block(const BlockInput& input, const BlockOutput& output) {
     const BlockInput in = input;
@@ -147,6 +157,7 @@ struct Int8 {
         body += 128;
         codes += 8;
       }
+      keep_sums(sum);
       unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
         F16 weight_scale = zero();
         if constexpr (GroupScales) weight_scale = header_f16(in, t, g, 0);

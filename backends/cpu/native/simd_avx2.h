@@ -251,6 +251,8 @@ EW_INLINE int32_t lane(I16 a, int i) {
 }
 
 // Dot products.
+EW_INLINE void keep_in_register(I16&) {}
+EW_INLINE void keep_in_register(F16&) {}
 EW_INLINE B64 low_nibbles(B64 a) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};

@@ -160,6 +160,10 @@ EW_INLINE int32_t lane(I16 a, int i) {
 }
 
 // Dot products.
+/// Nothing but a promise that the value is in a register here. Without it GCC 12 may keep an accumulator's home in memory
+/// and store to it in every round of a loop.
+EW_INLINE void keep_in_register(I16& a) { asm("" : "+v"(a.v)); }
+EW_INLINE void keep_in_register(F16& a) { asm("" : "+v"(a.v)); }
 EW_INLINE B64 low_nibbles(B64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 EW_INLINE B64 high_nibbles(B64 a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
 EW_INLINE __m512i broadcast_4_bytes(const void* p) {

@@ -284,6 +284,8 @@ EW_INLINE int32_t reduce_min(I16 a) {
 }
 
 // Dot products.
+EW_INLINE void keep_in_register(I16&) {}
+EW_INLINE void keep_in_register(F16&) {}
 EW_INLINE B64 low_nibbles(B64 a) { return EW_QUARTERS(B64, a.q[i] & 0x0f0f0f0fu); }
 EW_INLINE B64 high_nibbles(B64 a) { return EW_QUARTERS(B64, (a.q[i] >> 4) & 0x0f0f0f0fu); }
 EW_INLINE S8x4 broadcast_s8x4(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
