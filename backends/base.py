@@ -117,8 +117,8 @@ class Executor(Protocol):
 class Backend(Protocol):
     """A way to run programs.
 
-    name: as in engine.json. target: what the engine needs of a machine, as text. exact: whether a row's logits
-    are bitwise the same in any batch, chunking and thread count. capabilities: what it can lower, as data.
+    name: as in engine.json. target: what the engine needs of a machine. exact: whether a row's logits
+    are bitwise the same in any batch, chunking and thread count. capabilities: what it can lower.
     """
 
     name: str

@@ -1,19 +1,21 @@
 #include "thread_pool.h"
 
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
+#include <climits>
+#include <cstdlib>
 #include <fstream>
-#include <sstream>
 #include <string>
 
 namespace ew {
 namespace {
 
-constexpr auto kSpinTime = std::chrono::microseconds(50);
-constexpr int kBarrierSpins = 2000; // some tens of microseconds
+constexpr int kMostSpins = 1000; // some tens of microseconds
+constexpr int kLeastSpins = 16;
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -21,6 +23,11 @@ inline void pause() {
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
+}
+
+long futex(std::atomic<uint32_t> &word, int operation, int value) {
+    static_assert(sizeof(word) == 4, "a futex is 32 bits");
+    return syscall(SYS_futex, reinterpret_cast<uint32_t *>(&word), operation, value, nullptr, nullptr, 0);
 }
 
 bool read_numbers(const std::string &path, double &quota, double &period) {
@@ -89,32 +96,46 @@ int usable_cpus() {
     return std::max(count, 1);
 }
 
-ThreadPool::ThreadPool(int threads) : threads_(std::max(threads, 1)), oversubscribed_(threads_ > usable_cpus()) {
+ThreadPool::ThreadPool(int threads)
+    : threads_(std::max(threads, 1)), most_spins_(threads_ > usable_cpus() ? 0 : kMostSpins), spins_(most_spins_) {
     try {
         for (int thread = 1; thread < threads_; ++thread)
             workers_.emplace_back([this, thread] { work(thread); });
     } catch (...) {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            stop_ = true;
-            run_.fetch_add(1);
-        }
-        wake_.notify_all();
-        for (auto &worker : workers_)
-            worker.join();
+        finish();
         throw;
     }
 }
 
-ThreadPool::~ThreadPool() {
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        stop_ = true;
-        run_.fetch_add(1);
-    }
-    wake_.notify_all();
+ThreadPool::~ThreadPool() { finish(); }
+
+void ThreadPool::finish() {
+    stop_ = true;
+    run_.raise();
     for (auto &worker : workers_)
         worker.join();
+}
+
+void ThreadPool::Signal::raise() {
+    count.fetch_add(1);      // sequentially consistent, as is the sleepers' count: either the waiter sees this count
+    if (sleepers.load() > 0) // before it sleeps, or it is seen here
+        futex(count, FUTEX_WAKE_PRIVATE, INT_MAX);
+}
+
+uint32_t ThreadPool::Signal::await(uint32_t seen, int spins, bool &slept) {
+    slept = false;
+    uint32_t now;
+    for (int i = 0; i <= spins; ++i) {
+        if ((now = count.load(std::memory_order_acquire)) != seen)
+            return now;
+        pause();
+    }
+    slept = true;
+    sleepers.fetch_add(1);
+    while ((now = count.load()) == seen)
+        futex(count, FUTEX_WAIT_PRIVATE, int(seen));
+    sleepers.fetch_sub(1);
+    return now;
 }
 
 void ThreadPool::run_raw(Raw body, void *context) {
@@ -122,41 +143,16 @@ void ThreadPool::run_raw(Raw body, void *context) {
         return body(context, 0);
     body_ = body;
     context_ = context;
-    run_.fetch_add(1); // sequentially consistent, as is the sleepers' count: one of the two sides sees the other
-    if (sleepers_.load() > 0) {
-        { std::lock_guard<std::mutex> lock(mutex_); }
-        wake_.notify_all();
-    }
+    run_.raise();
     body(context, 0);
     barrier();
 }
 
-// Waits for a run other than `seen`; spins first, then sleeps.
-uint32_t ThreadPool::await_run(uint32_t seen) {
-    uint32_t now = run_.load(std::memory_order_acquire);
-    if (now != seen)
-        return now;
-    if (!oversubscribed_) {
-        const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
-        do {
-            for (int i = 0; i < 64; ++i) {
-                pause();
-                if ((now = run_.load(std::memory_order_acquire)) != seen)
-                    return now;
-            }
-        } while (std::chrono::steady_clock::now() < deadline);
-    }
-    std::unique_lock<std::mutex> lock(mutex_);
-    sleepers_.fetch_add(1);
-    wake_.wait(lock, [&] { return (now = run_.load()) != seen; });
-    sleepers_.fetch_sub(1);
-    return now;
-}
-
 void ThreadPool::work(int thread) {
     uint32_t seen = 0;
+    bool slept;
     while (true) {
-        seen = await_run(seen);
+        seen = run_.await(seen, most_spins_, slept);
         if (stop_)
             return;
         body_(context_, thread);
@@ -167,21 +163,18 @@ void ThreadPool::work(int thread) {
 void ThreadPool::barrier() {
     if (threads_ == 1)
         return;
-    const uint32_t phase = phase_.load(std::memory_order_relaxed);
+    const uint32_t phase = barrier_.count.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
         arrived_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_release);
-        return;
+        return barrier_.raise();
     }
-    int spins = oversubscribed_ ? 0 : kBarrierSpins;
-    while (phase_.load(std::memory_order_acquire) == phase) {
-        if (spins > 0) {
-            --spins;
-            pause();
-        } else {
-            std::this_thread::yield();
-        }
-    }
+    const int spins = spins_.load(std::memory_order_relaxed);
+    bool slept;
+    barrier_.await(phase, spins, slept);
+    if (slept && spins > kLeastSpins)
+        spins_.store(spins / 2, std::memory_order_relaxed);
+    else if (!slept && spins < most_spins_)
+        spins_.store(std::min(spins * 2, most_spins_), std::memory_order_relaxed);
 }
 
 } // namespace ew

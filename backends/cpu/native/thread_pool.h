@@ -1,14 +1,12 @@
 // A fixed team of threads that runs one function together, with a barrier inside it.
 //
-// The caller is thread 0. Between runs the workers spin briefly, then sleep: an idle engine uses no CPU. The barrier
-// spins while every thread has a core of its own and yields otherwise, so that a team larger than the machine is
-// slow but never stuck.
+// The caller is thread 0. Whoever waits, for the next run or at a barrier, spins briefly and then sleeps in the kernel: an
+// idle engine uses no CPU, and a team that shares its cores with others (or has more threads than cores) gives way to the
+// threads it waits for instead of taking their time.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -38,24 +36,32 @@ class ThreadPool {
 
   private:
     using Raw = void (*)(void *, int);
+
+    // A number that only grows, and those who wait until it does. Each has a cache line of its own.
+    struct alignas(64) Signal {
+        std::atomic<uint32_t> count{0};
+        std::atomic<int> sleepers{0};
+
+        void raise();
+        // Returns the count once it is not `seen`. Spins at most `spins` times; true in `slept` where it slept.
+        uint32_t await(uint32_t seen, int spins, bool &slept);
+    };
+
     void run_raw(Raw body, void *context);
     void work(int thread);
-    uint32_t await_run(uint32_t seen);
+    void finish();
 
     const int threads_;
-    const bool oversubscribed_;
+    const int most_spins_; // 0 where threads outnumber cores
     Raw body_ = nullptr;
     void *context_ = nullptr;
     bool stop_ = false;
-    std::mutex mutex_;
-    std::condition_variable wake_;
     std::vector<std::thread> workers_;
 
-    // Each on a cache line of its own: they are written at every barrier.
-    alignas(64) std::atomic<uint32_t> run_{0}; // incremented to start a run
-    std::atomic<int> sleepers_{0};
+    Signal run_;     // raised to start a run
+    Signal barrier_; // raised by the last to arrive
     alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<uint32_t> phase_{0};
+    std::atomic<int> spins_; // how long barriers spin: less after a wait that ended in sleep, more after one that did not
 };
 
 } // namespace ew
