@@ -195,15 +195,7 @@ class Engine:
         ends alone: with errors="raise" its error is raised when the others are done, with errors="return" it
         is in its Completion, as is that of a prompt which could not be served at all.
         """
-        options = SamplingOptions(
-            max_tokens,
-            temperature,
-            0,
-            ignore_eos,
-            stop,
-            include_stop,
-            tuple(stop_token_ids),  # type: ignore[arg-type]
-        )
+        options = _options(max_tokens, temperature, ignore_eos, stop, include_stop, stop_token_ids)
         if errors not in ("raise", "return"):
             raise RequestError(
                 "errors cannot be handled that way", found=repr(errors), expected="'raise' or 'return'"
@@ -235,15 +227,7 @@ class Engine:
         The deltas of a prompt add up to its Completion's text. Closing the iterator aborts what is
         unfinished. A prompt that fails while it is computed ends with finish_reason "error".
         """
-        options = SamplingOptions(
-            max_tokens,
-            temperature,
-            0,
-            ignore_eos,
-            stop,
-            include_stop,
-            tuple(stop_token_ids),  # type: ignore[arg-type]
-        )
+        options = _options(max_tokens, temperature, ignore_eos, stop, include_stop, stop_token_ids)
         return self._drive(self._answers(prompts, options, seed, chat, chat_options, "raise"))
 
     def _answers(
@@ -385,6 +369,20 @@ class Engine:
         if failed is not None:
             raise failed
         return [_joined(request) for request in requests]
+
+
+def _options(
+    max_tokens: Any, temperature: Any, ignore_eos: Any, stop: Any, include_stop: Any, stop_token_ids: Any
+) -> SamplingOptions:
+    """Options of all prompts of a call, but for the seed; SamplingOptions checks each."""
+    return SamplingOptions(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        ignore_eos=ignore_eos,
+        stop=stop,
+        include_stop=include_stop,
+        stop_token_ids=stop_token_ids,
+    )
 
 
 def _joined(request: Request) -> np.ndarray:

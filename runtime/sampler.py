@@ -15,16 +15,19 @@ alone, which IEEE 754 rounds the same way everywhere, so that any implementation
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
+_native: Any
 try:
-    from enginewright.backends.cpu import _native
+    _native = importlib.import_module("enginewright.backends.cpu._native")
 except ImportError:  # another backend on a machine that the native module does not run on
-    _native = None  # type: ignore[assignment]
+    _native = None
 
 __all__ = ["GREEDY_BELOW", "Drawn", "argmax_rows", "draw", "gumbel_noise", "logsumexp_rows"]
 

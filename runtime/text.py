@@ -50,7 +50,6 @@ class Tokenizer:
         folder = Path(folder)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            self._pipeline = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
             config = _read_config(folder / "tokenizer_config.json")
         except Exception as error:  # the library raises bare Exception
             raise ArtifactError(f"cannot read the tokenizer in {folder}", found=str(error)) from error
@@ -59,15 +58,14 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
         self.special_tokens = _special_tokens(config)
         self._cleans_up = bool(config.get("clean_up_tokenization_spaces", False)) and (
-            self._pipeline["model"].get("type") != "BPE"
+            not isinstance(self._tokenizer.model, tokenizers.models.BPE)
             or bool(config.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"))
         )
-        self._decoder = self._pipeline.get("decoder")
-        self._special_ids = {
-            token["id"]: token["content"] for token in self._pipeline["added_tokens"] if token["special"]
-        }
+        decoder = self._tokenizer.decoder
+        self._decoder = json.loads(decoder.__getstate__()) if decoder is not None else None
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = {i: token.content for i, token in added.items() if token.special}
         self._ids_of_special = {content: i for i, content in self._special_ids.items()}
-        del self._pipeline
         self._pieces: dict[int, str | None] = {}
         self._stream_kind = _choose_stream(self._decoder, self._cleans_up)
         templates = _chat_templates(folder, config)
@@ -192,11 +190,10 @@ class _ByteFallbackStream:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        steps = {step["type"]: step for step in tokenizer._decoder["decoders"]}
+        decoders = (tokenizer._decoder or {})["decoders"]
+        steps = {step["type"]: step for step in decoders}
         self._replace = [
-            (step["pattern"]["String"], step["content"])
-            for step in tokenizer._decoder["decoders"]
-            if step["type"] == "Replace"
+            (step["pattern"]["String"], step["content"]) for step in decoders if step["type"] == "Replace"
         ]
         self._has_bytes = "ByteFallback" in steps
         strip = steps.get("Strip")
