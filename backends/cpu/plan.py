@@ -7,9 +7,9 @@ instruction. 2. Placement, largest first: a buffer goes to the lowest offset whe
 that lives at the same time
    (Pisarchyk & Lee 2020, "Efficient Memory Management for Deep Neural Net Inference", greedy by size).
 
-Instructions of one phase run without a barrier between them, each thread on its own rows. Buffers of
-different row sizes overlap across rows, so whatever is touched within one phase counts as alive throughout
-it.
+Instructions of one phase can run without a barrier between them, each thread on its own rows, if no memory is
+touched in two ways: buffers of different row sizes overlap across rows. So whatever is touched within a phase
+counts as alive throughout it.
 """
 
 from __future__ import annotations
