@@ -104,7 +104,9 @@ class _Normaliser:
             self.inputs[name] = node
         graph.output(None)
         self.values: dict[fx.Node, Any] = {}
-        self.tables: dict[bytes, tuple[str, Weight]] = {}
+        self.names = {id(weight): name for name, weight in program.weights.items()}
+        self.weight_nodes: dict[Any, fx.Node] = {}
+        self.tables: dict[bytes, Weight] = {}
         self.module = ""
         self.where: fx.Node | None = None
 
@@ -163,16 +165,15 @@ class _Normaliser:
 
     def weight_node(self, weight: Weight) -> fx.Node:
         """The `get_attr` node of a weight: under its model name, or a name made from it for an expression."""
-        for name, known in self.new.weights.items():
-            if known is weight or _same_weight(known, weight):
-                return self.new.weight_node(name)
-        old = next((name for name, known in self.old.weights.items() if known is weight), None)
-        name = base = old or weight.name
-        number = 1
-        while name in self.new.weights:
-            number += 1
-            name = f"{base}#{number}"
-        return self.new.add_weight(name, weight)
+        key = _identity(weight)
+        if key not in self.weight_nodes:
+            name = base = self.names.get(id(weight), weight.name)
+            number = 1
+            while name in self.new.weights:
+                number += 1
+                name = f"{base}#{number}"
+            self.weight_nodes[key] = self.new.add_weight(name, weight)
+        return self.weight_nodes[key]
 
     # Reading captured arguments.
 
@@ -227,10 +228,8 @@ class _Normaliser:
             found = Value(self.weight_node(self._constant(f"constants.{node.name}", rows, None)), rows.dim())
         else:
             weight = self._constant(f"position_tables.{node.name}", rows, node)
-            with self._at(""):
-                made = self.emit(
-                    ew.position_table.default, self.inputs["positions"], self.weight_node(weight)
-                )
+            arguments = (self.inputs["positions"], self.weight_node(weight))
+            made = self.new.call(ew.position_table.default, arguments, module="")
             dropped = 0 if axis >= 1 and fake.shape[0] == 1 else None
             found = Value(made, fake.dim(), axis, dropped)
         self.values[node] = found
@@ -242,11 +241,11 @@ class _Normaliser:
         content = value.contiguous()
         if content.dtype == torch.bool:
             content = content.to(torch.uint8)
-        digest = hashlib.sha256(
-            repr((value.shape, value.dtype)).encode() + content.numpy().tobytes()
-        ).digest()
-        if digest in self.tables:
-            return self.tables[digest][1]
+        digest = hashlib.sha256(content.numpy())  # type: ignore[arg-type]
+        digest.update(repr((tuple(value.shape), value.dtype)).encode())
+        key = digest.digest()
+        if key in self.tables:
+            return self.tables[key]
         if node is not None and value.numel() > 1 << 16:
             positional, context, shape = self.positional, self.old.facts.max_context, value.shape
             axis = self.token_axis(self.fake(node))
@@ -258,21 +257,8 @@ class _Normaliser:
             weight: Weight = Computed(name, value.shape, value.dtype, compute)
         else:
             weight = ConstantTensor(name, value.clone())
-        self.tables[digest] = (name, weight)
+        self.tables[key] = weight
         return weight
-
-    def _at(self, module: str) -> Any:
-        import contextlib
-
-        @contextlib.contextmanager
-        def place() -> Any:
-            before, self.module = self.module, module
-            try:
-                yield
-            finally:
-                self.module = before
-
-        return place()
 
     # Aligning operands.
 
@@ -903,14 +889,12 @@ def _order(name: str, rank: int, args: dict[str, Any]) -> list[int]:
     return order
 
 
-def _same_weight(a: Weight, b: Weight) -> bool:
-    """Whether two expressions read the same leaves in the same way."""
-    if a is b:
-        return True
-    if type(a) is not type(b) or a.shape != b.shape or not a.sources or len(a.sources) != len(b.sources):
-        return False
-    own = [{k: v for k, v in vars(w).items() if k not in ("source", "parts", "name")} for w in (a, b)]
-    return own[0] == own[1] and all(_same_weight(x, y) for x, y in zip(a.sources, b.sources, strict=True))
+def _identity(weight: Weight) -> Any:
+    """Equal for two expressions that read the same leaves in the same way."""
+    if not weight.sources:
+        return id(weight)
+    own = tuple((k, v) for k, v in sorted(vars(weight).items()) if k not in ("source", "parts", "name"))
+    return type(weight), own, tuple(_identity(source) for source in weight.sources)
 
 
 def _without_batch(sizes: Sequence[int], axis: int) -> list[int]:

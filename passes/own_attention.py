@@ -66,7 +66,7 @@ def recognise_attention(program: Program) -> int:
     for node in sorted(softmaxes + fused, key=order.__getitem__):
         positional = Positional(program)
         found = _from_softmax(positional, node) if node in softmaxes else _from_fused(positional, node)
-        _replace(program, positional, found, layer)
+        _replace(program, found, layer)
         layer += 1
     program.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     program.recompile()
@@ -207,12 +207,13 @@ def _classify(
     return window, slopes.expand(heads).contiguous()
 
 
-def _replace(program: Program, positional: Positional, found: _Found, layer: int) -> None:
+def _replace(program: Program, found: _Found, layer: int) -> None:
     module = found.out.meta.get("module", "")
     q = _packed(program, found.q, found.out, False, module)
     k = _packed(program, found.k, found.out, found.keys_last, module)
     v = _packed(program, found.v, found.out, False, module)
-    repeats = math.gcd(_repeats(positional, k), _repeats(positional, v))
+    now = Positional(program)
+    repeats = math.gcd(_repeats(now, k), _repeats(now, v))
     if repeats > 1:
         k = program.call(aten.slice.Tensor, (k, 1, 0, 2**62, repeats), before=found.out, module=module)
         v = program.call(aten.slice.Tensor, (v, 1, 0, 2**62, repeats), before=found.out, module=module)
@@ -230,7 +231,7 @@ def _replace(program: Program, positional: Positional, found: _Found, layer: int
         )
     terms = (float(found.scale), found.window, 0.0, layer)
     made = program.call(ew.attention.default, (q, k, v, None, alibi, *terms), before=found.out, module=module)
-    _prove(positional, found, q, k, v, made)
+    _prove(Positional(program), found, q, k, v, made)
     result = program.call(aten.transpose.int, (made, 0, 1), before=found.out, module=module)
     if found.out.meta["val"].dim() == 4:
         result = program.call(aten.unsqueeze.default, (result, 0), before=found.out, module=module)

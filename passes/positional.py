@@ -8,7 +8,6 @@ what position t of every text gets. That the result does not depend on n is chec
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -47,9 +46,12 @@ class Positional:
     """The positional part of one captured Program."""
 
     def __init__(self, program: Program):
-        self.program = copy.copy(program)  # keeps the captured graph when the program moves on
+        self.program = program
+        # Held apart from the program: a table may be evaluated after its graph has been replaced.
+        self.order: list[fx.Node] = list(program.graph.nodes)
+        self.weights = {node: program.weight_of(node) for node in self.order if node.op == "get_attr"}
         self.nodes: set[fx.Node] = set()
-        for node in program.graph.nodes:
+        for node in self.order:
             if self._is_positional(node):
                 self.nodes.add(node)
 
@@ -60,7 +62,7 @@ class Positional:
         if node.op == "placeholder":
             return node.target == "positions"
         if node.op == "get_attr":
-            return isinstance(self.program.weight_of(node), ConstantTensor)
+            return isinstance(self.weights[node], ConstantTensor)
         if node.op != "call_function":
             return False
         if (
@@ -89,7 +91,7 @@ class Positional:
             if not self._from_shape(node):
                 stack += node.all_input_nodes
         last: dict[fx.Node, fx.Node] = {}
-        order = [node for node in self.program.graph.nodes if node in needed]
+        order = [node for node in self.order if node in needed]
         for node in order:
             for source in node.all_input_nodes:
                 last[source] = node
@@ -110,7 +112,7 @@ class Positional:
         if node.op == "placeholder":
             return torch.arange(tokens, dtype=torch.int64)[None]
         if node.op == "get_attr":
-            weight = self.program.weight_of(node).load()
+            weight = self.weights[node].load()
             return weight.float() if weight.dtype.is_floating_point else weight
         if isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat)):
             return self._number(value, tokens)
@@ -138,7 +140,7 @@ class Positional:
         Raises CaptureError when a shorter text would get other rows.
         """
         whole = self._leading(self.evaluate(node, tokens), axis)
-        for shorter in {1, 2, 7, tokens // 2} - {0}:
+        for shorter in (1, 7):
             if shorter >= tokens:
                 continue
             part = self._leading(self.evaluate(node, shorter), axis)

@@ -156,10 +156,11 @@ class Program:
         """The one `get_attr` node of a registered weight, made after the last input or weight when there is
         none yet.
         """
+        known = self.graph.find_nodes(op="get_attr", target=name, sort=False)
+        if known:
+            return known[0]
         last = None
         for node in self.graph.nodes:
-            if node.op == "get_attr" and node.target == name:
-                return node
             if node.op not in ("placeholder", "get_attr"):
                 break
             last = node
