@@ -7,7 +7,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -26,6 +26,7 @@ __all__ = [
     "Backend",
     "Executor",
     "KvGroupInfo",
+    "LowerProgress",
     "StepError",
     "StepInput",
     "StepLimits",
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 Ints = npt.NDArray[np.int32]
+
+LowerProgress = Callable[[str, int, int], None]
+"""Called as progress(name, done, total) before each weight is written (bytes), and with an empty name at the end."""
 
 
 class StepError(EnginewrightError):
@@ -129,7 +133,9 @@ class Backend(Protocol):
     def capabilities(self) -> Mapping[str, Any]:
         """The ops (by name) and formats that `lower` accepts."""
 
-    def lower(self, program: Program, recipe: Recipe, directory: Path) -> list[str]:
+    def lower(
+        self, program: Program, recipe: Recipe, directory: Path, progress: LowerProgress | None = None
+    ) -> list[str]:
         """Write what `load` needs into `directory`; returns the files' names. Raises LoweringError."""
 
     def load(self, engine: Artifact, **options: Any) -> Executor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from enginewright.backends.artifact import Artifact
-    from enginewright.backends.base import Backend
+    from enginewright.backends.base import Backend, LowerProgress
     from enginewright.backends.cpu.executor import CpuExecutor
     from enginewright.passes.program import Program
     from enginewright.recipes.recipe import Recipe
@@ -33,13 +33,16 @@ class CpuBackend:
 
         return capabilities()
 
-    def lower(self, program: Program, recipe: Recipe, directory: Path) -> list[str]:
+    def lower(
+        self, program: Program, recipe: Recipe, directory: Path, progress: LowerProgress | None = None
+    ) -> list[str]:
         from enginewright.backends.cpu.lower import lower
 
-        return lower(program, recipe, directory)
+        return lower(program, recipe, directory, progress)
 
     def load(self, engine: Artifact, **options: Any) -> CpuExecutor:
         """Options: threads (None: one a core), weights ("mmap" or "copy"), max_tokens, max_rows, isa."""
+        engine.require(self.name, [self.target])
         from enginewright.backends.cpu.executor import CpuExecutor
 
         return CpuExecutor(engine.file("program.json"), engine.file("weights.bin"), **options)

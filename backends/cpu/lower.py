@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from enginewright.backends.artifact import canonical_json
+from enginewright.backends.base import LowerProgress
 from enginewright.backends.cpu.lowering import RULES, Lowering
 from enginewright.backends.cpu.pack import FORMATS
-from enginewright.backends.cpu.weights_file import Progress
 from enginewright.passes.program import Program, Stage
 from enginewright.recipes.errors import LoweringError
 from enginewright.recipes.recipe import Recipe
@@ -37,7 +37,9 @@ def capabilities() -> dict[str, Any]:
     }
 
 
-def lower(program: Program, recipe: Recipe, directory: Path, progress: Progress | None = None) -> list[str]:
+def lower(
+    program: Program, recipe: Recipe, directory: Path, progress: LowerProgress | None = None
+) -> list[str]:
     """Write program.json and weights.bin for `program` into `directory`; returns the names of the files.
 
     `recipe` gives the KV cache's format and page size. `progress(name, written, total)` is called before each

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from enginewright.backends.base import LowerProgress
 from enginewright.backends.cpu.pack import TILE_ROWS, Array, Layout, Rows, interleave_tiles, pack_tiles
 from enginewright.passes.quant_formats import streams_rows
 from enginewright.passes.weights import Weight
@@ -24,9 +25,6 @@ __all__ = ["Matrix", "WeightsFile", "to_numpy"]
 
 ALIGNMENT = 64
 _CHUNK_ELEMENTS = 4 << 20
-
-Progress = Callable[[str, int, int], None]
-"""progress(name of the weight, bytes written so far, bytes in all)"""
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
@@ -176,7 +174,7 @@ class WeightsFile:
             f"{leaf} is stored {len(f)} times: as {', '.join(f)}" for leaf, f in forms.items() if len(f) > 1
         ]
 
-    def write(self, path: Path, progress: Progress | None = None) -> None:
+    def write(self, path: Path, progress: LowerProgress | None = None) -> None:
         """Write every weight at its offset; the file's size is a multiple of 64 bytes."""
         total = sum(entry["bytes"] for entry in self.entries)
         with path.open("wb") as file:

@@ -14,7 +14,7 @@ from enginewright.recipes.errors import InputError, LoweringError
 
 if TYPE_CHECKING:
     from enginewright.backends.artifact import Artifact
-    from enginewright.backends.base import Backend
+    from enginewright.backends.base import Backend, LowerProgress
     from enginewright.passes.program import Program
     from enginewright.recipes.recipe import Recipe
 
@@ -35,7 +35,9 @@ class ReferenceBackend:
         ops = {f"ew::{name}" for name in dialect.OPS} | {f"aten::{name}" for name in legality.PER_TOKEN}
         return {"ops": sorted(ops), "kv_formats": ["f32", "bf16"], "page_sizes": [16, 32]}
 
-    def lower(self, program: Program, recipe: Recipe, directory: Path) -> NoReturn:
+    def lower(
+        self, program: Program, recipe: Recipe, directory: Path, progress: LowerProgress | None = None
+    ) -> NoReturn:
         raise LoweringError(
             "the reference backend writes no engine",
             action="choose the cpu backend, or run the Program with enginewright.backends.reference.executor",

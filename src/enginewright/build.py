@@ -90,7 +90,12 @@ def optimize(
         judge = program.clone()
         passes = _run_passes(program, resolved, progress, dump)
         with progress.stage("lower") as record:
-            files = target.lower(program, resolved, writer.path)
+            files = target.lower(
+                program,
+                resolved,
+                writer.path,
+                lambda name, done, total: progress.update(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB {name}"),
+            )
             record.detail = f"{sum((writer.path / file).stat().st_size for file in files) / 1e6:,.1f} MB"
         source.write_tokenizer(writer.path)
         manifest = _manifest(program, source, resolved, target)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
 from enginewright.recipes.errors import ArtifactError, InputError
 
@@ -228,3 +229,9 @@ def test_another_backend_or_target_is_refused(tmp_path: Path) -> None:
         engine.require("cpu", ["aarch64"])
     with pytest.raises(ArtifactError, match="built for another target"):
         engine.require("tensorrt", ["x86_64"])
+
+
+def test_a_backend_refuses_an_engine_built_for_another_target(tmp_path: Path) -> None:
+    engine = open_engine(build(tmp_path / "engine", target="a machine of tomorrow"))
+    with pytest.raises(ArtifactError, match=r"built for another target[\s\S]*rebuild it"):
+        get_backend("cpu").load(engine)
