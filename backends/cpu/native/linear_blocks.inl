@@ -13,15 +13,18 @@ namespace ew::EW_ISA_NS {
 // The largest block: as many sums as the register file holds beside the weights. The float formats keep two sums per output.
 #if defined(EW_ISA_AVX512)
 constexpr int kIntegerRows = 8;
-constexpr int kFloatRows = 6;
+constexpr int kFloat32Rows = 6;
+constexpr int kBfloat16Rows = 6;
 constexpr int kBlockTiles = 2;
 #elif defined(EW_ISA_AVX2)
 constexpr int kIntegerRows = 4;
-constexpr int kFloatRows = 2;
+constexpr int kFloat32Rows = 3;
+constexpr int kBfloat16Rows = 2;
 constexpr int kBlockTiles = 1;
 #else
 constexpr int kIntegerRows = 2;
-constexpr int kFloatRows = 2;
+constexpr int kFloat32Rows = 2;
+constexpr int kBfloat16Rows = 2;
 constexpr int kBlockTiles = 1;
 #endif
 

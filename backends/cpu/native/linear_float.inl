@@ -9,6 +9,7 @@
 namespace ew::EW_ISA_NS {
 
 struct Float32Step {
+  static constexpr int kBlockRows = kFloat32Rows;
   static constexpr int kActivationBytes = 4;  // one row's activations of one step
   using Activations = F16;
   EW_INLINE_LAMBDA static Activations broadcast(const uint8_t* a) { return set1(*reinterpret_cast<const float*>(a)); }
@@ -18,6 +19,7 @@ struct Float32Step {
 };
 
 struct Bfloat16Step {
+  static constexpr int kBlockRows = kBfloat16Rows;
   static constexpr int kActivationBytes = 4;
   using Activations = BF2;
   EW_INLINE_LAMBDA static Activations broadcast(const uint8_t* a) {
@@ -30,7 +32,7 @@ struct Bfloat16Step {
 
 template <class Step>
 struct Float {
-  static constexpr int kBlockRows = kFloatRows;
+  static constexpr int kBlockRows = Step::kBlockRows;
 
   template <int Rows, int Tiles>
   __attribute__((noinline)) static void block(const BlockInput& input, const BlockOutput& output) {
