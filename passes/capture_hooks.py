@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,10 +26,14 @@ from enginewright.passes.dialect.activation import ACTIVATIONS
 from enginewright.passes.dialect.moe import gate_and_up
 from enginewright.recipes.errors import CaptureError
 
-__all__ = ["NAME", "Seen", "classify_mask", "hooked"]
+__all__ = ["NAME", "OWN_LENGTH", "Seen", "classify_mask", "hooked"]
 
 #: The name under which the hooks are registered in transformers' interfaces.
 NAME = "enginewright"
+
+#: Tokens at which the masks and biases of a model's own attention are evaluated.
+OWN_LENGTH = 300
+OWN_WINDOW = OWN_LENGTH - 2
 
 #: Keyword arguments of attention functions that do not change the result of one whole causal sequence without
 #: dropout.
@@ -117,6 +122,13 @@ class _Hooks:
 
         with _eagerly():
             return classify_mask(sees, self.context)
+
+    def checked_mask(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The mask that a model with its own attention asks for, once the hook has understood its shape."""
+        window = self.mask(*args, **kwargs).window
+        if window > OWN_WINDOW:
+            raise CaptureError("a model with its own attention has a window too long to verify", found=window)
+        return build(*args, **kwargs)
 
     def attention(
         self,
@@ -242,11 +254,14 @@ def hooked(model: Any, context: int) -> Iterator[None]:
     # Positions that restart would be taken for packed sequences; here they are one sequence.
     packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[assignment]
+    eager_mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    ALL_MASK_ATTENTION_FUNCTIONS.register("eager", functools.partial(hooks.checked_mask, eager_mask))
     for path, module in model.named_modules():
         module._enginewright_path = path
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = packed
+        ALL_MASK_ATTENTION_FUNCTIONS.register("eager", eager_mask)
         for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS):
             interface._global_mapping.pop(NAME, None)

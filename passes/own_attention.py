@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from enginewright.passes.capture_hooks import classify_mask
+from enginewright.passes.capture_hooks import OWN_LENGTH, classify_mask
 from enginewright.passes.positional import Positional
 from enginewright.passes.program import Program
 from enginewright.passes.weights import ConstantTensor
@@ -37,7 +37,6 @@ _PASSING = {
     aten.expand.default, aten.contiguous.default, aten.alias.default, aten.type_as.default, aten.unsqueeze.default,
     aten.squeeze.dim, aten.flatten.using_ints, aten.unflatten.int,
 }  # fmt: skip
-_LONGEST = 300  # tokens at which masks and biases are evaluated
 
 
 @dataclasses.dataclass
@@ -133,7 +132,7 @@ def _from_fused(positional: Positional, node: fx.Node) -> _Found:
         return _Found(q, k, v, False, node, float(scale), 0, None)  # type: ignore[arg-type]
     if mask not in positional:
         raise _fail(node, "its mask depends on more than positions")
-    tokens = min(_LONGEST, positional.program.facts.max_context)
+    tokens = min(OWN_LENGTH, positional.program.facts.max_context)
     bias = positional.evaluate(mask, tokens)  # type: ignore[arg-type]
     if bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape).masked_fill(~bias, float("-inf"))
@@ -146,7 +145,7 @@ def _terms(
     positional: Positional, scores: fx.Node, logits: fx.Node, softmax: fx.Node
 ) -> tuple[float, int, torch.Tensor | None]:
     """(scale, window, slopes) of the steps from the raw scores to the softmax's input, by rule 2."""
-    tokens = min(_LONGEST, positional.program.facts.max_context)
+    tokens = min(OWN_LENGTH, positional.program.facts.max_context)
     shape = [tokens if isinstance(size, torch.SymInt) else size for size in scores.meta["val"].shape]
 
     def at(score: float) -> torch.Tensor:
