@@ -97,7 +97,7 @@ def _scale_embedding(program: Program, node: fx.Node) -> bool:
 
 
 def _scale_attention(program: Program, node: fx.Node, index: int) -> bool:
-    product = node.args[index]
+    product: Any = node.args[index]
     while is_call(product, *_VIEWS) and only_user(product) is not None:
         product = product.args[0]
     scaled = _scaled(program, product)

@@ -91,7 +91,7 @@ def _regions(y: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[tuple[fx.Node
 def _evaluate(nodes: list[fx.Node], x: fx.Node, values: Tensor) -> Tensor:
     env = {x: values}
     for node in nodes:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return env[nodes[-1]]
 

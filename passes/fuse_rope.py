@@ -209,7 +209,7 @@ def _evaluate(region: _Region, x: Tensor, tables: Mapping[fx.Node, Tensor]) -> T
         return x.shape[0] if isinstance(argument, torch.SymInt) else argument
 
     for node in region.nodes:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         args = tuple([value(i) for i in a] if isinstance(a, (list, tuple)) else value(a) for a in args)
         env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return env[region.y]
@@ -351,7 +351,7 @@ class _Tables:
 
     def _cut(self, node: fx.Node, columns: tuple[int, ...]) -> fx.Node:
         positions, table = node.args
-        whole = self.program.weight_of(table)  # type: ignore[arg-type]
+        whole = self.program.weight_of(table)
         flat = reshaped(whole, (whole.shape[0], whole.numel // whole.shape[0]))
         step = columns[1] - columns[0] if len(columns) > 1 else 1
         stop = columns[0] + step * (len(columns) - 1) + 1

@@ -137,9 +137,10 @@ def check(program: Program, ran: Sequence[str] = ()) -> None:
             fault = "an argument stands later in the graph"
         earlier.add(node)
         if fault is not None:
+            module = node.meta.get("module") or "(model)"
             raise LoweringError(
                 f"illegal graph at stage {program.stage.name}: {fault}",
-                found=f"node `{node.format_node() or node.name}` of module `{node.meta.get('module') or '(model)'}`",
+                found=f"node `{node.format_node() or node.name}` of module `{module}`",
                 expected="only the ops and attributes that passes/legality.py lists for this stage",
                 action=f"look at the last pass that ran; so far: {', '.join(ran) or 'none'}",
             )

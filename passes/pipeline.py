@@ -12,6 +12,7 @@ from pathlib import Path
 from enginewright.passes.fold_scalars import FoldScalars
 from enginewright.passes.fuse_activation import FuseActivation
 from enginewright.passes.fuse_add_norm import FuseAddNorm
+from enginewright.passes.fuse_bias import FuseBias
 from enginewright.passes.fuse_gated import FuseGated
 from enginewright.passes.fuse_layer_norm import FuseLayerNorm
 from enginewright.passes.fuse_rms_norm import FuseRmsNorm
@@ -20,9 +21,11 @@ from enginewright.passes.fuse_siblings import FuseSiblings
 from enginewright.passes.insert_paged_kv import InsertPagedKv
 from enginewright.passes.manager import PassRecord, Progress, Step, run_steps
 from enginewright.passes.merge_duplicates import MergeDuplicates
+from enginewright.passes.order_rows import OrderRows
 from enginewright.passes.program import Program, Stage
 from enginewright.passes.quantise_rtn import Quantise
 from enginewright.passes.select_rows import SelectRows
+from enginewright.passes.slice_before_rope import SliceBeforeRope
 from enginewright.recipes.recipe import Recipe
 
 __all__ = ["run_pipeline", "steps"]
@@ -33,11 +36,14 @@ def steps(recipe: Recipe) -> list[Step]:
     return [
         Step(MergeDuplicates(), Stage.NORMALISED),
         Step(FoldScalars(), Stage.FUSED),
+        Step(FuseBias(), Stage.FUSED),
         Step(FuseRope(), Stage.FUSED),
         Step(FuseLayerNorm(), Stage.FUSED),
         Step(FuseRmsNorm(), Stage.FUSED),
         Step(FuseActivation(), Stage.FUSED),
         Step(FuseAddNorm(), Stage.FUSED),
+        Step(SliceBeforeRope(), Stage.FUSED),
+        Step(OrderRows(), Stage.FUSED),
         Step(Quantise(recipe), Stage.QUANTISED),
         Step(FuseSiblings(), Stage.QUANTISED),
         Step(FuseGated(), Stage.QUANTISED),

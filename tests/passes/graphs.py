@@ -56,7 +56,7 @@ class Build:
         return self.call("linear", x, weight, self.weight(f"{name}.bias", width) if bias else None)
 
     def view(self, x: fx.Node, *sizes: int) -> fx.Node:
-        return self.call(aten.view.default, x, [-1, *sizes])
+        return self.call(aten.reshape.default, x, [-1, *sizes])
 
     def table(self, name: str, value: Tensor) -> fx.Node:
         return self.call("position_table", self.positions, self.weight(name, value=value))
@@ -72,7 +72,9 @@ class Build:
         return self.program
 
 
-def after(rewrite: Pass, program: Program, stage: Stage = Stage.FUSED, tolerance: float = 1e-5) -> tuple[Program, PassResult]:
+def after(
+    rewrite: Pass, program: Program, stage: Stage = Stage.FUSED, tolerance: float = 1e-5
+) -> tuple[Program, PassResult]:
     """A copy that the pass has rewritten, checked to be legal and to give the same numbers."""
     changed = program.clone()
     result = rewrite.run(changed)

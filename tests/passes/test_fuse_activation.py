@@ -18,7 +18,9 @@ def gelu_new(build, x):
 
 
 def gelu_by_erf(build, x):
-    gate = build.call(aten.add.Tensor, build.call(aten.erf.default, build.call(aten.div.Tensor, x, math.sqrt(2))), 1.0)
+    gate = build.call(
+        aten.add.Tensor, build.call(aten.erf.default, build.call(aten.div.Tensor, x, math.sqrt(2))), 1.0
+    )
     return mul(build, mul(build, x, 0.5), gate)
 
 
@@ -51,7 +53,9 @@ def test_every_spelling(name):
     program, result = after(FuseActivation(), before)
     assert result.matches == count(program, "activation") == 1
     assert [n.args[1] for n in program.graph.nodes if "activation" in str(n.target)] == [kind]
-    assert not any(count(program, op) for op in (aten.mul.Tensor, aten.pow.Tensor_Scalar, aten.sigmoid.default))
+    assert not any(
+        count(program, op) for op in (aten.mul.Tensor, aten.pow.Tensor_Scalar, aten.sigmoid.default)
+    )
 
 
 def test_others_stay():

@@ -7,7 +7,9 @@ from tests.passes.graphs import Build, after, aten, count
 def halves(build, whole, spelling):
     width = whole.meta["val"].shape[-1]
     if spelling == "slice":
-        return [build.call(aten.slice.Tensor, whole, -1, i * width // 2, (i + 1) * width // 2) for i in (0, 1)]
+        return [
+            build.call(aten.slice.Tensor, whole, -1, i * width // 2, (i + 1) * width // 2) for i in (0, 1)
+        ]
     import operator
 
     parts = build.call(aten.split.Tensor, whole, width // 2, -1)

@@ -42,7 +42,8 @@ def test_full_rotation_over_doubled_tables():
     cos, sin = per_head(build, "cos", table.cos()), per_head(build, "sin", table.sin())
     q, k = heads(build), build.view(build.linear(build.hidden(6, "e2"), WIDTH, "k"), 1, WIDTH)
     before = build.finish(
-        turned(build, q, cos, sin, half_turn(build, q, WIDTH)), turned(build, k, cos, sin, half_turn(build, k, WIDTH))
+        turned(build, q, cos, sin, half_turn(build, q, WIDTH)),
+        turned(build, k, cos, sin, half_turn(build, k, WIDTH)),
     )
     program, result = after(FuseRope(), before)
     assert result.matches == count(program, "rope") == 2
@@ -109,7 +110,9 @@ def test_what_is_not_a_rotation_stays(fault):
         rotated = build.call(aten.neg.default, build.call(aten.slice.Tensor, rotated, -1, 0, WIDTH))
         rotated = build.call(aten.cat.default, [build.call(aten.slice.Tensor, rotated, -1, 0, 4)] * 2, -1)
     scaled = build.call(aten.mul.Tensor, q, 2.0) if fault == "scaled" else q
-    before = build.finish(turned(build, scaled, per_head(build, "cos", cos), per_head(build, "sin", table.sin()), rotated))
+    before = build.finish(
+        turned(build, scaled, per_head(build, "cos", cos), per_head(build, "sin", table.sin()), rotated)
+    )
     program, result = after(FuseRope(), before)
     assert result.matches == count(program, "rope") == 0
 

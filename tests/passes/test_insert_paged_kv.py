@@ -11,7 +11,10 @@ def three_layers():
     """Windows 0, 4, 0; keys and values of unlike widths; sinks, alibi and a softcap somewhere."""
     build = Build()
     x = build.hidden(6)
-    sinks, alibi = build.weight("sinks", 4), build.weight("alibi", value=torch.rand(4, generator=build.generator))
+    sinks, alibi = (
+        build.weight("sinks", 4),
+        build.weight("alibi", value=torch.rand(4, generator=build.generator)),
+    )
     for i, window in enumerate((0, 4, 0)):
         q = build.view(build.linear(x, 20, f"q{i}"), 4, 5)
         k = build.view(build.linear(x, 10, f"k{i}"), 2, 5)

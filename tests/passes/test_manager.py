@@ -33,7 +33,9 @@ def test_records_progress_and_dumps(tmp_path):
 
 def test_a_required_pass_without_a_match_is_an_error():
     _, program = small()
-    with pytest.raises(LoweringError, match=r"`fuse_rope` must match[\s\S]*passes so far: fold_scalars, fuse_rope"):
+    with pytest.raises(
+        LoweringError, match=r"`fuse_rope` must match[\s\S]*passes so far: fold_scalars, fuse_rope"
+    ):
         run_steps(program, [Step(FoldScalars(), Stage.FUSED), Step(FuseRope(), Stage.FUSED, required=True)])
 
 
@@ -48,7 +50,9 @@ def test_an_illegal_graph_names_node_module_and_passes():
             return PassResult(1)
 
     _, program = small()
-    with pytest.raises(LoweringError, match=r"flip works along the token axis[\s\S]*layers.7.mlp[\s\S]*fold_scalars, spoil"):
+    with pytest.raises(
+        LoweringError, match=r"flip works along the token axis[\s\S]*layers.7.mlp[\s\S]*fold_scalars, spoil"
+    ):
         run_steps(program, [Step(FoldScalars(), Stage.FUSED), Step(Spoil(), Stage.FUSED)])
 
 

@@ -74,9 +74,8 @@ KEPT = {
     "gpt_oss": {"softmax", "topk"},
     "deepseek_v3": {"cat", "expand", "add", "topk", "sum", "full_like", "scatter", "to", "bitwise_not", "masked_fill",
                     "gather", "div", "mul"},
-    "bloom-postnorm": {"add"},
-    "mpt": {"clamp", "add"},
-    "falcon": {"add"},
+    "bloom-postnorm": {"add"},  # the residual is the norm
+    "mpt": {"clamp"},  # clip_qkv
     "falcon-multiquery": {"add"},
     "falcon-grouped": {"add"},
 }  # fmt: skip

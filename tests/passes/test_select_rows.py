@@ -27,7 +27,9 @@ def test_rows_are_cut_after_the_last_attention():
     assert result.matches == count(program, "select_rows") == 2, "the attention's output and the residual"
     nodes = list(program.graph.nodes)
     linears = [n for n in nodes if "linear" in str(n.target)]
-    assert all(n.meta["val"].shape[0] != program.tokens for n in linears), "both linears run on the chosen rows"
+    assert all(n.meta["val"].shape[0] != program.tokens for n in linears), (
+        "both linears run on the chosen rows"
+    )
     for rows in ([6], [0, 3], range(7), [2, 2]):
         program.stage = Stage.QUANTISED  # the whole-sequence attention is enough to run it
         got = program.run(TOKENS, logit_rows=torch.tensor(list(rows), dtype=torch.int32))
