@@ -98,8 +98,10 @@ def _index(b: Build, x: fx.Node) -> fx.Node:
 
 
 def _padded(b: Build, x: fx.Node) -> fx.Node:
-    node = b.call(aten.constant_pad_nd.default, x, [1, 2, 0, 1], 0.5)
-    node.meta["val"] = b.program.fake([b.program.tokens, 4, 11])  # its shape function fixes the tokens
+    """Made by hand: the op's shape function fixes the number of tokens."""
+    with b.program.graph.inserting_before(b.program.graph.output_node()):
+        node = b.program.graph.call_function(aten.constant_pad_nd.default, (x, [1, 2, 0, 1], 0.5))
+    node.meta = {"val": b.program.fake([b.program.tokens, 4, 11]), "module": "layers.0"}
     return node
 
 
