@@ -30,7 +30,7 @@ from enginewright.passes.checkpoint import Source, open_source
 from enginewright.passes.in_place import make_functional
 from enginewright.passes.own_attention import recognise_attention
 from enginewright.passes.program import ModelFacts, Program, Stage
-from enginewright.passes.rope_lengths import check_rope_types, fix_rope_lengths
+from enginewright.passes.rope_lengths import check_rope_types, exact_context, fix_rope_lengths
 from enginewright.passes.weights import ConstantTensor, Weight
 from enginewright.recipes.errors import CaptureError, EnginewrightError, InputError
 
@@ -143,6 +143,12 @@ def resolve_context(config: Any, stated: int | None) -> tuple[int, list[str]]:
         if own is None:
             return _DEFAULT_CONTEXT, [
                 f"the configuration states no context length: {_DEFAULT_CONTEXT} tokens are taken; set max_context to change it"
+            ]
+        exact = exact_context(config)
+        if exact is not None and exact < own:
+            return exact, [
+                f"the model's rotary frequencies change beyond {exact} tokens, which is taken as the maximum context; "
+                f"set max_context (up to {own}) to use the ones for longer texts at every length"
             ]
         return own, []
     if stated < 2:

@@ -17,7 +17,7 @@ import torch
 
 from enginewright.recipes.errors import CaptureError
 
-__all__ = ["check_rope_types", "fix_rope_lengths"]
+__all__ = ["check_rope_types", "exact_context", "fix_rope_lengths"]
 
 
 def _parameter_sets(config: Any) -> dict[str | None, dict[str, Any]]:
@@ -43,6 +43,16 @@ def check_rope_types(config: Any) -> None:
                 expected=f"one of {', '.join(sorted(known))}",
                 action="correct rope_parameters (or rope_scaling) in config.json",
             )
+
+
+def exact_context(config: Any) -> int | None:
+    """The longest context at which one set of frequencies is the model's own at every length; None: no limit."""
+    lengths = [
+        parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+        for parameters in _parameter_sets(config).values()
+        if parameters.get("rope_type") == "longrope" or "dynamic" in str(parameters.get("rope_type"))
+    ]
+    return min(lengths, default=None)
 
 
 def fix_rope_lengths(model: Any, max_context: int) -> list[str]:
