@@ -37,7 +37,7 @@ def test_groups_by_window_and_equal_in_any_chunks():
     assert count(program, "attention") == 0
     groups = program.facts.kv_groups
     assert [(g.window, len(g.layers)) for g in groups] == [(0, 2), (4, 1)]
-    assert [(l.kv_heads, l.key_dim, l.value_dim) for l in groups[0].layers] == [(2, 5, 3), (2, 5, 7)]
+    assert [(at.kv_heads, at.key_dim, at.value_dim) for at in groups[0].layers] == [(2, 5, 3), (2, 5, 7)]
     assert before.facts.kv_groups == []
     for chunks in ([7], [3, 4], [1] * 7):
         pools = Pools(program, page_size=4)

@@ -72,8 +72,8 @@ KEPT = {
     "mixtral": {"softmax", "topk", "sum", "div"},
     "qwen3_moe": {"softmax", "topk", "sum", "div"},
     "gpt_oss": {"softmax", "topk"},
-    "deepseek_v3": {"cat", "expand", "add", "topk", "sum", "full_like", "scatter", "to", "bitwise_not", "masked_fill",
-                    "gather", "div", "mul"},
+    "deepseek_v3": {"cat", "expand", "add", "topk", "sum", "full_like", "scatter", "to", "bitwise_not",
+                    "masked_fill", "gather", "div", "mul"},
     "bloom-postnorm": {"add"},  # the residual is the norm
     "mpt": {"clamp"},  # clip_qkv
     "falcon-multiquery": {"add"},
