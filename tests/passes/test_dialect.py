@@ -44,7 +44,8 @@ ARGUMENTS = {
     "activation": (noise(T, D), "gelu"),
     "gated_activation": (noise(T, 2 * D), "silu"),
     "moe": (
-        noise(T, D), *ROUTE, noise(4, 10, D), noise(4, 10), noise(4, D, 5), noise(4, D), "swiglu_oai", 1.7, 2.0,
+        noise(T, D), *ROUTE, noise(4, 10, D), noise(4, 10), noise(4, D, 5), noise(4, D), "swiglu_oai", 1.7,
+        2.0,
     ),
     "quantised_moe": (
         noise(T, 40), *ROUTE, whole(4, 10, 40).char(), noise(4, 10, 1), None, None, whole(4, 40, 5).char(),
