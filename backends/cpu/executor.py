@@ -107,6 +107,18 @@ class CpuExecutor:
             raise StepError(str(error)) from None
         return logits
 
+    def set_profiling(self, on: bool) -> None:
+        """Begin (from zero) or end the measuring of times."""
+        self._engine.set_profiling(on)
+
+    def profile(self) -> list[tuple[str, str, int, int]]:
+        """Times since profiling began, one entry an instruction: (op, module, ns of work, ns of waiting).
+
+        They are those of the calling thread; waiting is for the other threads before the instruction begins.
+        """
+        times: list[tuple[str, str, int, int]] = self._engine.profile()
+        return times
+
     def memory(self) -> Mapping[str, int]:
         """Bytes reserved for weights, pool, arena (values between instructions) and scratch.
 

@@ -77,6 +77,17 @@ void bind_engine(nb::module_ &m) {
             },
             "group"_a, "sources"_a.noconvert(), "destinations"_a.noconvert())
         .def("fill_pool", &Engine::fill_pool, "value"_a)
+        .def("set_profiling", &Engine::set_profiling, "on"_a)
+        .def("profile",
+             [](const Engine &engine) { // (op, module, nanoseconds of work, of waiting) an instruction
+                 nb::list result;
+                 for (size_t i = 0; i < engine.profile().size(); ++i) {
+                     const Instruction &code = engine.program().instructions[i];
+                     result.append(nb::make_tuple(code.name, code.module, engine.profile()[i].work,
+                                                  engine.profile()[i].waiting));
+                 }
+                 return result;
+             })
         .def("memory",
              [](const Engine &engine) {
                  const MemoryUse use = engine.memory();

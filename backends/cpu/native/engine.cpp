@@ -178,6 +178,11 @@ void Engine::fill_pool(float value) {
     }
 }
 
+void Engine::set_profiling(bool on) {
+    std::lock_guard<std::mutex> lock(busy_);
+    profile_.assign(on ? program_.instructions.size() : 0, Profile());
+}
+
 MemoryUse Engine::memory() const {
     MemoryUse use{int64_t(weights_.size()), 0, int64_t(arena_.size()),
                   int64_t(scratch_memory_.size() + states_.size() + experts_.memory.size())};

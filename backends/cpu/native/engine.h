@@ -37,6 +37,11 @@ struct StepInput {
     float *logits;                     // out: [R, vocab_size]
 };
 
+// Time spent in an instruction over all steps since profiling began, on thread 0, in nanoseconds.
+struct Profile {
+    int64_t work = 0, waiting = 0; // waiting: at the barriers before its phases
+};
+
 struct MemoryUse {
     int64_t weights, pool, arena, scratch;
 };
@@ -57,6 +62,10 @@ class Engine {
     // Runs one step. Throws std::invalid_argument where the input is malformed (nothing has run then) and
     // std::runtime_error where an index that the model computed is out of range, or another step is running.
     void step(const StepInput &input);
+
+    // Begins (and clears) or ends the measuring of times; one entry an instruction.
+    void set_profiling(bool on);
+    const std::vector<Profile> &profile() const { return profile_; }
 
     void close();
     MemoryUse memory() const;
@@ -92,6 +101,7 @@ class Engine {
 
     // execute.cpp
     void run_thread(int thread);
+    void run_measured();
     void run_phase(const Phase &phase, int thread);
     void run_rows(const Instruction &code, int thread);
     void run_embedding(const Instruction &code, int64_t begin, int64_t end);
@@ -156,6 +166,7 @@ class Engine {
     std::vector<AttentionPlan> attention_;
     std::vector<int> attention_of_; // instruction -> plan
     std::vector<std::unique_ptr<CachedSchedule>> schedules_;
+    std::vector<Profile> profile_; // empty: not measured
     std::mutex busy_;
     int64_t steps_ = 0;
 
