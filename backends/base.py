@@ -36,7 +36,7 @@ __all__ = [
 Ints = npt.NDArray[np.int32]
 
 LowerProgress = Callable[[str, int, int], None]
-"""Called as progress(name, done, total) in bytes before each weight is written, and with no name at the end."""
+"""Called as progress(name, done, total), in bytes, before each weight is written and (unnamed) at the end."""
 
 
 class StepError(EnginewrightError):

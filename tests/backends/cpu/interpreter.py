@@ -1,4 +1,4 @@
-"""The lowered program's meaning in numpy: every instruction of instructions.md, read from the files, row by row.
+"""The lowered program's meaning in numpy: every instruction of instructions.md, run from the files.
 
 Values live in one arena at their planned offsets, poisoned with NaN, so that a plan which lets two live
 values overlap shows in the results. One sequence, one step; keys and values are kept in full.
@@ -29,28 +29,31 @@ def _sigmoid(x: Floats) -> Floats:
 
 KINDS: dict[str, Any] = {
     "neg": np.negative, "abs": np.abs, "sign": np.sign, "square": np.square, "exp": np.exp, "exp2": np.exp2,
-    "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10, "log1p": np.log1p, "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x), "reciprocal": lambda x: 1 / x, "sin": np.sin, "cos": np.cos, "tan": np.tan,
-    "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh, "tanh": np.tanh,
-    "sigmoid": _sigmoid, "erf": _erf, "relu": lambda x: np.maximum(x, 0), "relu2": lambda x: np.maximum(x, 0) ** 2,
-    "silu": lambda x: x * _sigmoid(x), "gelu": lambda x: x * 0.5 * (1 + _erf(x / math.sqrt(2))),
+    "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10, "log1p": np.log1p,
+    "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "reciprocal": lambda x: 1 / x, "sin": np.sin,
+    "cos": np.cos, "tan": np.tan, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh,
+    "cosh": np.cosh, "tanh": np.tanh, "sigmoid": _sigmoid, "erf": _erf, "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.maximum(x, 0) ** 2, "silu": lambda x: x * _sigmoid(x),
+    "gelu": lambda x: x * 0.5 * (1 + _erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "softplus": lambda x: np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, 20)))),
     "elu": lambda x: np.where(x > 0, x, np.expm1(x)), "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
     "hardswish": lambda x: x * np.clip(x + 3, 0, 6) / 6, "hardsigmoid": lambda x: np.clip(x + 3, 0, 6) / 6,
-    "log_sigmoid": lambda x: -np.log1p(np.exp(-x)), "floor": np.floor, "ceil": np.ceil, "round": np.rint, "trunc": np.trunc,
-    "identity": lambda x: x, "logical_not": np.logical_not, "isnan": np.isnan, "isinf": np.isinf, "bitwise_not": np.invert,
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "minimum": np.minimum, "maximum": np.maximum,
-    "div": np.true_divide, "pow": np.power, "atan2": np.arctan2, "floor_divide": np.floor_divide, "remainder": np.remainder,
-    "fmod": np.fmod, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal, "logical_and": np.logical_and, "logical_or": np.logical_or, "logical_xor": np.logical_xor,
-    "bitwise_and": np.bitwise_and, "bitwise_or": np.bitwise_or, "bitwise_xor": np.bitwise_xor,
-    "where": lambda c, a, b: np.where(c != 0, a, b), "lerp": lambda a, b, c: a + c * (b - a),
+    "log_sigmoid": lambda x: -np.log1p(np.exp(-x)), "floor": np.floor, "ceil": np.ceil, "round": np.rint,
+    "trunc": np.trunc, "identity": lambda x: x, "logical_not": np.logical_not, "isnan": np.isnan,
+    "isinf": np.isinf, "bitwise_not": np.invert, "add": np.add, "sub": np.subtract, "mul": np.multiply,
+    "minimum": np.minimum, "maximum": np.maximum, "div": np.true_divide, "pow": np.power,
+    "atan2": np.arctan2, "floor_divide": np.floor_divide, "remainder": np.remainder, "fmod": np.fmod,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "logical_and": np.logical_and, "logical_or": np.logical_or,
+    "logical_xor": np.logical_xor, "bitwise_and": np.bitwise_and, "bitwise_or": np.bitwise_or,
+    "bitwise_xor": np.bitwise_xor, "where": lambda c, a, b: np.where(c != 0, a, b),
+    "lerp": lambda a, b, c: a + c * (b - a),
 }  # fmt: skip
 
 REDUCE: dict[str, Any] = {
-    "sum": np.sum, "mean": np.mean, "prod": np.prod, "max": np.max, "min": np.min, "any": np.any, "all": np.all,
-    "argmax": np.argmax, "argmin": np.argmin,
+    "sum": np.sum, "mean": np.mean, "prod": np.prod, "max": np.max, "min": np.min, "any": np.any,
+    "all": np.all, "argmax": np.argmax, "argmin": np.argmin,
 }  # fmt: skip
 
 
