@@ -33,7 +33,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 def clashes(buffers: list[Buffer], accesses: list[Access], keep: list[int], offsets: list[int]) -> list[str]:
-    """Run the program over one row's bytes, with each value's name in its bytes; list the reads that find another's."""
+    """Run the program over one row, each value's index in its bytes; list the reads that find another's."""
     memory: dict[tuple[str, int], int] = {}
     found = []
 
@@ -74,7 +74,7 @@ def test_no_two_live_values_overlap(program: Program) -> None:
 def test_values_of_one_phase_never_overlap_across_rows(
     program: tuple[list[Buffer], list[Access], list[int]],
 ) -> None:
-    """Two threads may stand at two instructions of a phase: only values that are one buffer by design may meet."""
+    """Two threads may stand at two instructions of a phase: only one buffer by design may be shared."""
     buffers, accesses, keep = program
     offsets = plan(buffers, accesses, keep).offsets
     for phase in {access.phase for access in accesses}:
