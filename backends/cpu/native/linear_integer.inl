@@ -47,9 +47,12 @@ EW_INLINE void prefetch_header(const BlockInput& in) {
   for (int64_t i = 0; i < in.header_bytes; i += 64) prefetch_t0(in.tile + in.prefetch_bytes + i);
 }
 
+/// Ends a group's loop (see keep_in_register).
 template <int Rows, int Tiles, int Chains>
 EW_INLINE void keep_sums(I16 (&sum)[Rows][Tiles][Chains]) {
-  unroll<Rows * Tiles * Chains>([&](auto i) EW_INLINE_LAMBDA { keep_in_register((&sum[0][0][0])[i]); });
+  unroll<Rows * Tiles * Chains>([&](auto i) EW_INLINE_LAMBDA {
+    keep_in_register(sum[i / (Tiles * Chains)][i / Chains % Tiles][i % Chains]);
+  });
 }
 
 struct Int4 {
