@@ -10,7 +10,7 @@
 
 namespace ew::EW_ISA_NS {
 
-// The largest block: as many sums as the register file holds beside the weights. The float formats keep two sums per output.
+// The largest block: as many sums as the register file holds beside the weights. The float formats keep two per output.
 #if defined(EW_ISA_AVX512)
 constexpr int kIntegerRows = 8;
 constexpr int kFloat32Rows = 6;

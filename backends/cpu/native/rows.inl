@@ -30,7 +30,7 @@ EW_INLINE void for_columns(int64_t dim, Body body) {
 /// 1 / sqrt(x), rounded twice.
 EW_INLINE float inverse_sqrt(float x) { return lane(div(set1(1.0f), sqrt(set1(x))), 0); }
 
-/// What a norm normalises: x + residual. Written to sum_out first where that is given, and read from there afterwards, since
+/// What a norm normalises: x + residual. Where sum_out is given it is written first and read from there afterwards, since
 /// sum_out may be x or the residual itself.
 struct NormInput {
   const float* x;

@@ -1,4 +1,4 @@
-"""Random packed weights for kernel tests: the layout of formats.h, written a second time and for clarity only."""
+"""Random packed weights for kernel tests: the layout of formats.h, written again for clarity only."""
 
 from dataclasses import dataclass
 
@@ -95,20 +95,19 @@ def pack_int4(format: str, codes: np.ndarray, scales: np.ndarray, offsets: np.nd
     eights = tiles.reshape(tiles.shape[0], 16, -1, 2, 4)
     pairs = (eights[:, :, :, 0] | eights[:, :, :, 1] << 4).reshape(tiles.shape[0], 16, -1)
     data = _join(_header(scales, np.float16), _header(offsets, np.float16), _body(pairs, 4))
-    scale, offset = (
-        np.repeat(part.astype(np.float16).astype(np.float64), group, axis=1)[:, :k] for part in (scales, offsets)
-    )
-    return PackedWeight(format, n, k, data, codes * scale + offset)
+
+    def per_column(part: np.ndarray) -> np.ndarray:
+        return np.repeat(part.astype(np.float16).astype(np.float64), group, axis=1)[:, :k]
+
+    return PackedWeight(format, n, k, data, codes * per_column(scales) + per_column(offsets))
 
 
 def random_weight(rng: np.random.Generator, format: str, n: int, k: int) -> PackedWeight:
     if format in ("f32", "bf16"):
         return pack_float(format, rng.normal(size=(n, k)))
     groups = round_up(k, GROUPS[format]) // GROUPS[format]
-    if format == "int8":
-        return pack_int8(format, rng.integers(-128, 128, (n, k)).astype(np.int8), rng.uniform(0.001, 0.02, (n, 1)))
-    scales = rng.uniform(0.001, 0.02, (n, groups))
-    if format == "int8_g32":
+    scales = rng.uniform(0.001, 0.02, (n, 1 if format == "int8" else groups))
+    if format.startswith("int8"):
         return pack_int8(format, rng.integers(-128, 128, (n, k)).astype(np.int8), scales)
     codes = rng.integers(0, 16, (n, k)).astype(np.uint8)
     return pack_int4(format, codes, scales, rng.uniform(-0.1, 0.05, (n, groups)))

@@ -1,4 +1,4 @@
-"""Linear, activation quantisation and embedding kernels, every format on every ISA variant of this machine."""
+"""Linear, activation quantisation and embedding kernels, every format on every ISA variant."""
 
 import numpy as np
 import pytest

@@ -21,7 +21,7 @@ def row(rng: np.random.Generator, dim: int, scale: float = 1.0) -> np.ndarray:
 
 
 def guarded(dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """A view of `dim` values inside a NaN-filled array, and that array: what lies around the view must stay NaN."""
+    """A view of `dim` values in a NaN-filled array, and that array, whose rest must stay NaN."""
     whole = np.full(dim + 32, np.nan, np.float32)
     return whole[16 : 16 + dim], whole
 
@@ -119,8 +119,8 @@ ACTIVATIONS = {
     "exp": np.exp,
     "softplus": lambda x: np.logaddexp(0, x),
 }
-# 1 + erf and 1 + tanh cancel in f32 for negative inputs, and 1.702 x is rounded before its exponential: an absolute error of
-# a unit of 1 times |x| is inherent.
+# 1 + erf and 1 + tanh cancel in f32 for negative inputs, and 1.702 x is rounded before its exponential: an
+# absolute error of a unit of 1 times |x| is inherent.
 ABSOLUTE = {"gelu": 2e-7, "gelu_tanh": 2e-7, "quick_gelu": 1e-7}
 
 
