@@ -42,14 +42,15 @@ __all__ = [
 ACTIVATION_OF = {
     "f32": "f32",
     "bf16": "bf16",
-    "int8": "int8_g64",
+    "int8": "int8_g32",
     "int8_g32": "int8_g32",
     "int4_g32": "int8_g32",
     "int4_g64": "int8_g64",
     "int4_g128": "int8_g128",
 }
 """Weight format -> the activation format its products use. Integer weights meet int8 activations, rounded per
-token and per group; the group equals the weight's (64 for weights with one scale a channel)."""
+token and per group; the group equals the weight's. Weights with one scale a channel take groups of 32: on SmolLM2 groups of 64
+cost a third more KL divergence (0.0085 against 0.0065 nats)."""
 
 WEIGHT_FORMATS = (*ACTIVATION_OF, "keep")
 """What `weight:` accepts. `keep` carries the integers of an already quantised file unchanged."""
@@ -157,8 +158,8 @@ class Override:
 class Verify:
     """Limits on the finished engine against the source model in fp32; null sets no limit.
 
-    max_logit_error: largest |logit difference|. max_kl: mean KL divergence a token, nats. min_top1: share of
-    positions with the same best token. max_perplexity_ratio: engine's perplexity over the source's.
+    max_logit_error: largest |logit difference| as a share of the largest |logit|. max_kl: mean KL divergence a token,
+    nats. min_top1: share of positions with the same best token. max_perplexity_ratio: engine's perplexity over the source's.
     """
 
     max_logit_error: float | None = field(default=None, metadata=_by(_limit))

@@ -38,7 +38,7 @@ TILE_ROWS = 16
 FORMATS = ("f32", "bf16", "int8", "int8_g32", "int4_g32", "int4_g64", "int4_g128")
 
 Array = npt.NDArray[np.generic]
-_PAD_TO = {"f32": 1, "bf16": 2, "int8": 64, "int8_g32": 32, "int4_g32": 32, "int4_g64": 64, "int4_g128": 128}
+_PAD_TO = {"f32": 1, "bf16": 2, "int8": 32, "int8_g32": 32, "int4_g32": 32, "int4_g64": 64, "int4_g128": 128}
 
 
 @dataclass(frozen=True)

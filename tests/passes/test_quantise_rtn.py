@@ -187,7 +187,7 @@ def test_overrides_by_pattern():
     made, result = quantised(
         mlp(), "int4", 'overrides=[{match: "*_proj", weight: int8}, {match: "up*", weight: f32}]'
     )
-    assert formats(made)["down_proj"] == ("int8", "int8_g64")
+    assert formats(made)["down_proj"] == ("int8", "int8_g32")
     assert "up_proj" not in formats(made)
     assert "linears: 1 of 2 f32, 1 of 2 int8" in result.notes
     with pytest.raises(InputError, match=r"(?s)'down_porj'.*down_proj"):

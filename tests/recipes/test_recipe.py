@@ -153,11 +153,11 @@ def test_patterns_decide_and_the_last_match_wins():
     )
     formats = {name: (item.weight, item.activation) for name, item in recipe.assign(modules).items()}
     assert formats == {
-        "model.embed_tokens": ("int8", "int8_g64"),
-        "model.layers.0.mlp.down_proj": ("int8", "int8_g64"),
+        "model.embed_tokens": ("int8", "int8_g32"),
+        "model.layers.0.mlp.down_proj": ("int8", "int8_g32"),
         "model.layers.1.mlp.down_proj": ("bf16", "bf16"),
         "model.layers.1.mlp.gate": ("bf16", "bf16"),
-        "lm_head": ("int8", "int8_g64"),
+        "lm_head": ("int8", "int8_g32"),
     }
 
 

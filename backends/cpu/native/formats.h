@@ -7,7 +7,7 @@
 //   format     k padded to  header                                   body
 //   f32        1            -                                        [k][16] f32
 //   bf16       2            -                                        [k/2][16][2] bf16
-//   int8       64           [16] f32 scale                           [k/4][16][4] u8 = code + 128
+//   int8       32           [16] f32 scale                           [k/4][16][4] u8 = code + 128
 //   int8_g32   32           [k/32][16] f16 scale                     [k/4][16][4] u8 = code + 128
 //   int4_gG    G            [k/G][16] f16 scale, [k/G][16] f16 offset  [k/8][16][4] u8: low nibble k+j, high nibble k+4+j
 //
@@ -33,12 +33,12 @@ constexpr const char* kWeightFormatNames[] = {"f32", "bf16", "int8", "int8_g32",
 
 constexpr int64_t kTileRows = 16;  // outputs of one tile: the lanes of a vector
 
-/// k values that share one activation scale: the weight's own group, or 64 where the weight has one scale per output.
+/// k values that share one activation scale: the weight's own group, or 32 where the weight has one scale per output.
 /// 1 for the float formats, whose activations carry no scale.
 static constexpr int32_t activation_group(WeightFormat format) {
   switch (format) {
-    case WeightFormat::int8:
     case WeightFormat::int4_g64: return 64;
+    case WeightFormat::int8:
     case WeightFormat::int8_g32:
     case WeightFormat::int4_g32: return 32;
     case WeightFormat::int4_g128: return 128;

@@ -93,9 +93,9 @@ EW_INLINE void prepare_row(const LinearWeight& weight, const PreparedLayout& lay
         store_bf16_partial(reinterpret_cast<uint16_t*>(row) + k, value, weight.k_padded - k);
       }
       return;
+    case WeightFormat::int8:
     case WeightFormat::int8_g32:
     case WeightFormat::int4_g32: return quantise_row<32>(weight, layout, x, row);
-    case WeightFormat::int8:
     case WeightFormat::int4_g64: return quantise_row<64>(weight, layout, x, row);
     case WeightFormat::int4_g128: return quantise_row<128>(weight, layout, x, row);
   }

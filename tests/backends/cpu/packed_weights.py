@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 FORMATS = ("f32", "bf16", "int8", "int8_g32", "int4_g32", "int4_g64", "int4_g128")
-GROUPS = {"int8": 64, "int8_g32": 32, "int4_g32": 32, "int4_g64": 64, "int4_g128": 128}
+GROUPS = {"int8": 32, "int8_g32": 32, "int4_g32": 32, "int4_g64": 64, "int4_g128": 128}
 
 
 def round_up(value: int, multiple: int) -> int:
