@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 from pathlib import Path
 from typing import Any
 
@@ -65,33 +66,20 @@ def capture(source: str | Path | Source, max_context: int | None = None) -> Prog
     fill_buffers(model)
     notes += fix_rope_lengths(model, context)
     buffers = fake_weights(model)
-    exported = export(model, context)
     weights, more = source.bind(model)
-    program = to_program(exported, model, weights, buffers, context)
-    program.notes = notes + more
-    recognise_attention(program)
-    return program
-
-
-def export(model: Any, context: int) -> torch.export.ExportedProgram:
-    """Trace the model with its attention caught whole; where it does not call transformers' interface, as it is."""
-    try:
-        exported = _trace(model, context, NAME)
-        if any(node.target is torch.ops.ew.attention.default for node in exported.graph.nodes):
-            return exported
-    except (CaptureError, InputError):
-        raise
-    except Exception:
-        pass
-    try:
-        return _trace(model, context, "eager")
-    except EnginewrightError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"{type(model).__name__} cannot be traced for a varying number of tokens",
-            found=_first_line(error),
-        ) from error
+    facts = _facts(model, context)
+    refused: CaptureError | None = None
+    for attention in (NAME, "eager"):
+        try:
+            program = to_program(trace(model, context, attention), facts, weights, buffers)
+            recognise_attention(program)
+            if any(node.target is torch.ops.ew.attention.default for node in program.graph.nodes):
+                program.notes = [*notes, *more, *program.notes]
+                return program
+        except CaptureError as error:
+            # The reason that counts is the one met on the way that the model supports.
+            refused = refused or error
+    raise refused or CaptureError(f"no attention was found in {type(model).__name__}")
 
 
 def refuse_unsupported(config: Any) -> None:
@@ -252,7 +240,7 @@ class _Logits(torch.nn.Module):
         return self.model(input_ids=tokens, use_cache=False, return_dict=True, **extra).logits
 
 
-def _trace(model: Any, context: int, attention: str) -> torch.export.ExportedProgram:
+def trace(model: Any, context: int, attention: str) -> torch.export.ExportedProgram:
     """Trace with a dynamic number of tokens between 2 and `context`, and an attention implementation by name."""
     for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         part._attn_implementation_internal = attention
@@ -273,7 +261,10 @@ def _trace(model: Any, context: int, attention: str) -> torch.export.ExportedPro
             if isinstance(cause, EnginewrightError):
                 raise cause from error
             cause = cause.__cause__ or cause.__context__
-        raise
+        raise CaptureError(
+            f"{type(model).__name__} cannot be traced for a varying number of tokens",
+            found=_first_line(error),
+        ) from error
 
 
 @contextlib.contextmanager
@@ -284,7 +275,7 @@ def _quiet() -> Any:
 
     loggers = [logging.getLogger(name) for name in ("transformers", "torch.fx", "torch.export")]
     levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.ERROR)
@@ -313,10 +304,9 @@ _DROPPED = {
 
 def to_program(
     exported: torch.export.ExportedProgram,
-    model: Any,
+    facts: ModelFacts,
     weights: dict[str, Weight],
     buffers: dict[str, torch.Tensor],
-    context: int,
 ) -> Program:
     """Rewrite an exported program's inputs into `tokens`, `positions` and lazily bound weights."""
     make_functional(exported.graph)
@@ -332,7 +322,7 @@ def to_program(
     for node in exported.graph.nodes:
         if node.op == "placeholder" and node.name not in state and node.name not in lifted:
             values[node] = graph.placeholder(next(user_inputs))
-            values[node].meta = {"module": ""}
+            values[node].meta = {"val": node.meta["val"], "module": ""}
     pending: dict[str, fx.Node] = {}
     for node in exported.graph.nodes:
         if node.op == "placeholder":
@@ -347,7 +337,7 @@ def to_program(
             name = canonical.setdefault(id(weight), name)
             if name not in pending:
                 pending[name] = graph.create_node("get_attr", name, name=_weight_node_name(name))
-                pending[name].meta = {"module": name.rpartition(".")[0]}
+                pending[name].meta = {"val": node.meta["val"], "module": name.rpartition(".")[0]}
                 bound[name] = weight
             values[node] = pending[name]
         elif node.op == "call_function":
@@ -364,6 +354,8 @@ def to_program(
                 continue
             copied = graph.call_function(node.target, args, kwargs)
             copied.meta = {"module": _module_path(node)}
+            if "val" in node.meta:
+                copied.meta["val"] = node.meta["val"]
             values[node] = copied
         elif node.op == "output":
             result = node.args[0]
@@ -373,16 +365,11 @@ def to_program(
         else:
             raise CaptureError("the trace holds a node that cannot stand in one graph", found=node.op)
 
-    program = Program(graph, Stage.CAPTURED, bound, _facts(model, context))
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    mode = next(node.meta["val"].fake_mode for node in graph.nodes if node.op == "placeholder")
+    program = Program(graph, Stage.CAPTURED, bound, facts, fake_mode=mode)
     for node in graph.nodes:
-        if node.op == "placeholder":
-            node.meta["val"] = program.fake([1, program.tokens], torch.int64)
-        elif node.op == "get_attr":
-            node.meta["val"] = program.fake(
-                bound[str(node.target)].shape, _executed(bound[str(node.target)].dtype)
-            )
-        elif node.op == "call_function":
+        if "val" not in node.meta and node.op == "call_function":
             program.infer(node)
     program.recompile()
     return program
@@ -397,11 +384,8 @@ def _baddbmm(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     result = graph.call_function(aten.add.Tensor, (scaled, bias))
     for made in (product, scaled, bias, result):
         made.meta = {"module": _module_path(node)}
+    result.meta["val"] = node.meta["val"]
     return result
-
-
-def _executed(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point else dtype
 
 
 def _weight_node_name(name: str) -> str:

@@ -47,9 +47,14 @@ _HARMLESS = {
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What a row sees under a mask: the last `window` positions, itself included; 0 is all of them."""
+    """What a row sees under a mask: the last `window` positions, itself included; 0 is all of them.
+
+    `fault` says why a mask cannot be expressed so; it is raised by the attention that uses it, as models also make masks that
+    no layer uses.
+    """
 
     window: int
+    fault: CaptureError | None = None
 
 
 def classify_mask(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], context: int) -> Seen:
@@ -109,25 +114,34 @@ class _Hooks:
     def __init__(self, context: int):
         self.context = context
         self.layers = 0
-        self.masks: dict[Any, Seen] = {}
 
-    def mask(self, *args: Any, mask_function: Callable[..., Any] | None = None, **kwargs: Any) -> Seen:
-        if mask_function is None or kwargs.get("attention_mask") is not None:
-            raise CaptureError("the model builds a mask from something other than positions")
+    def mask(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Seen:
+        if attention_mask is not None:
+            return Seen(
+                0, CaptureError("the model makes a mask of its own besides transformers' mask functions")
+            )
+        return self.seen(*args, **kwargs)
+
+    def seen(self, *args: Any, mask_function: Callable[..., Any] | None = None, **kwargs: Any) -> Seen:
+        """Rule 1 for an index function `mask_function(batch, head, row, column) -> bool`."""
         zero = torch.tensor(0)
 
         def sees(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-            seen = mask_function(zero, zero, rows, columns)  # type: ignore[misc]
-            return torch.as_tensor(seen)
+            return torch.as_tensor(mask_function(zero, zero, rows, columns))  # type: ignore[misc]
 
-        with _eagerly():
-            return classify_mask(sees, self.context)
+        try:
+            with _eagerly():
+                return classify_mask(sees, self.context)
+        except CaptureError as error:
+            return Seen(0, error)
 
-    def checked_mask(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The mask that a model with its own attention asks for, once the hook has understood its shape."""
-        window = self.mask(*args, **kwargs).window
-        if window > OWN_WINDOW:
-            raise CaptureError("a model with its own attention has a window too long to verify", found=window)
+    def own_mask(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The mask itself, for a model with its own attention; a window must be short enough to show when evaluated."""
+        seen = self.seen(*args, **kwargs)
+        if seen.window > OWN_WINDOW:
+            raise CaptureError(
+                "a model with its own attention has a window too long to verify", found=seen.window
+            )
         return build(*args, **kwargs)
 
     def attention(
@@ -154,6 +168,8 @@ class _Hooks:
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if isinstance(attention_mask, Seen):
+            if attention_mask.fault is not None:
+                raise attention_mask.fault
             window = attention_mask.window
         elif attention_mask is None and causal:
             window = sliding_window if sliding_window and sliding_window < self.context else 0
@@ -255,7 +271,7 @@ def hooked(model: Any, context: int) -> Iterator[None]:
     packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[assignment]
     eager_mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
-    ALL_MASK_ATTENTION_FUNCTIONS.register("eager", functools.partial(hooks.checked_mask, eager_mask))
+    ALL_MASK_ATTENTION_FUNCTIONS.register("eager", functools.partial(hooks.own_mask, eager_mask))
     for path, module in model.named_modules():
         module._enginewright_path = path
     try:

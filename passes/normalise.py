@@ -11,7 +11,8 @@ inside a token's row.
 `ew.position_table`;
    a constant where all positions agree, a number where it is a single one.
 5. A lookup by token id, or by position plus a constant, becomes `ew.embedding`.
-6. `layer_norm` over the last axis becomes `ew.layer_norm`. Casts between floating types, dropout and copies
+6. A product of complex numbers (DeepSeek-V2's rotation) is spelt out in real ones.
+7. `layer_norm` over the last axis becomes `ew.layer_norm`. Casts between floating types, dropout and copies
 vanish.
 """
 
@@ -79,6 +80,14 @@ class _Patches:
     patches: list[tuple[int, int, Value]]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Complex:
+    """A complex tensor as two real ones of one layout."""
+
+    real: Value
+    imag: Value
+
+
 class Normalise:
     """The pass. It replaces the program's graph; `matches` counts the captured nodes."""
 
@@ -142,6 +151,8 @@ class _Normaliser:
         target = node.target
         name = _name(target)
         rule = _RULES.get(name)
+        if name in ("max", "min") and target._overloadname == "other":  # type: ignore[union-attr]
+            rule = _Normaliser.elementwise
         if rule is None:
             self.fail(f"{name} is an operation that is not known to stay within one token")
         return rule(self, node, *_bound(node))  # type: ignore[misc]
@@ -211,16 +222,19 @@ class _Normaliser:
             self.fail("tokens meet tokens outside attention", found=f"a tensor of shape {list(value.shape)}")
         return axes[0] if axes else None
 
-    def positional_value(self, node: fx.Node) -> Value | float | int | bool:
-        """Rule 4: a positional node as a number, a constant, or a table's rows."""
-        if node in self.values:
+    def positional_value(self, node: fx.Node, fold: bool = True) -> Any:
+        """Rule 4: a positional node as a number, a constant, or a table's rows. Without `fold`, always the rows."""
+        if node in self.values and fold:
             return self.values[node]
         fake = self.fake(node)
         axis = self.token_axis(fake)
         context = self.old.facts.max_context
+        if fake.is_complex():
+            self.values[node] = self.complex_table(node, axis)
+            return self.values[node]
         table = self.positional.table(node, context, axis)
         rows = table if axis is None else table.reshape(context, *_without_batch(table.shape[1:], axis))
-        if axis is not None and rows[0].numel() and bool((rows == rows[:1]).all()):
+        if fold and axis is not None and rows[0].numel() and bool((rows == rows[:1]).all()):
             axis, rows = None, table[0].unsqueeze(axis) if axis < table.dim() else table[:1]
         if axis is None and rows.numel() == 1:
             found: Any = rows.reshape(()).item()
@@ -232,8 +246,24 @@ class _Normaliser:
             made = self.new.call(ew.position_table.default, arguments, module="")
             dropped = 0 if axis >= 1 and fake.shape[0] == 1 else None
             found = Value(made, fake.dim(), axis, dropped)
-        self.values[node] = found
+        if fold:
+            self.values[node] = found
         return found
+
+    def complex_table(self, node: fx.Node, axis: int | None) -> _Complex:
+        """A positional complex value as two tables."""
+        if axis is None:
+            self.fail("a complex constant")
+        context, fake = self.old.facts.max_context, self.fake(node)
+        table = self.positional.table(node, context, axis)
+        parts = []
+        for name, part in (("real", table.real), ("imag", table.imag)):
+            rows = part.reshape(context, *_without_batch(part.shape[1:], axis)).contiguous()
+            weight = self._constant(f"position_tables.{node.name}.{name}", rows, None)
+            arguments = (self.inputs["positions"], self.weight_node(weight))
+            made = self.new.call(ew.position_table.default, arguments, module="")
+            parts.append(Value(made, fake.dim(), axis, 0 if axis >= 1 and fake.shape[0] == 1 else None))
+        return _Complex(*parts)
 
     def _constant(self, name: str, value: torch.Tensor, node: fx.Node | None) -> Weight:
         """A constant or a table, one object for equal values. A large table is evaluated anew at each load."""
@@ -331,8 +361,38 @@ class _Normaliser:
         dtype = torch.float32 if after.is_floating_point else after
         return dataclasses.replace(v, node=self.emit(aten.to.dtype, v.node, dtype))
 
-    def elementwise(self, node: fx.Node, args: dict[str, Any]) -> Value:
+    def as_complex(self, node: fx.Node, args: dict[str, Any]) -> _Complex:
+        x = self.value(args["self"])
+        return _Complex(self.picked(x, x.rank - 1, 0), self.picked(x, x.rank - 1, 1))
+
+    def as_real(self, node: fx.Node, args: dict[str, Any]) -> Value:
+        z = self.values[args["self"]]
+        fake = self.fake(node)
+        return self.joined(
+            [self.raised(part, fake.dim() - 1) for part in (z.real, z.imag)], fake.dim() - 1, fake
+        )
+
+    def complex_product(self, node: fx.Node, a: Any, b: Any) -> _Complex:
+        """Rule 6: (a + bi)(c + di)."""
+        a, b = (v if isinstance(v, _Complex) else self.fail("a product of complex and real") for v in (a, b))
+        layout = self.result_layout(node, [a.real, b.real])
+
+        def times(x: Value, y: Value) -> fx.Node:
+            return self.emit(aten.mul.Tensor, self.aligned(x, *layout), self.aligned(y, *layout))
+
+        real = self.emit(aten.sub.Tensor, times(a.real, b.real), times(a.imag, b.imag))
+        imag = self.emit(aten.add.Tensor, times(a.real, b.imag), times(a.imag, b.real))
+        return _Complex(self.wrap(real, layout), self.wrap(imag, layout))
+
+    def elementwise(self, node: fx.Node, args: dict[str, Any]) -> Any:
         """Rule 1 for operations that broadcast: operands are aligned, numbers stay numbers."""
+        if self.fake(node).is_complex():
+            if _name(node.target) != "mul":
+                self.fail("complex arithmetic other than a product")
+            operands = [
+                self.positional_value(a) if a in self.positional else self.values[a] for a in args.values()
+            ]
+            return self.complex_product(node, *operands)
         values: dict[str, Any] = {}
         for key, argument in args.items():
             if isinstance(argument, fx.Node):
@@ -347,8 +407,14 @@ class _Normaliser:
         made = {k: self.aligned(v, *layout) if isinstance(v, Value) else v for k, v in values.items()}
         numbers = [k for k, v in args.items() if isinstance(v, fx.Node) and not isinstance(values[k], Value)]
         target = node.target
+        if target in (aten.max.other, aten.min.other):
+            target = aten.maximum.default if target is aten.max.other else aten.minimum.default
         if numbers:
-            target, made = _with_numbers(target, made, numbers)
+            found = _with_numbers(target, made, numbers)
+            for key in numbers if found is None else ():
+                constant = ConstantTensor(f"constants.{args[key].name}", torch.tensor(made[key]))
+                made[key] = self.weight_node(constant)
+            target, made = found or (target, made)
         positional_args, keywords = _call(target, made)
         return self.wrap(self.emit(target, *positional_args, **keywords), layout)
 
@@ -422,7 +488,7 @@ class _Normaliser:
         return Value(self.emit(ew.embedding.default, v.node, table), v.rank + 1, v.token, v.batch)
 
     def layer_norm(self, node: fx.Node, args: dict[str, Any]) -> Value:
-        """Rule 6."""
+        """Rule 7."""
         x = self.value(args["input"])
         if len(args["normalized_shape"]) != 1 or x.token == x.rank - 1:
             self.fail("a layer norm over several axes")
@@ -482,7 +548,7 @@ class _Normaliser:
 
     def indexed(self, node: fx.Node, args: dict[str, Any]) -> Value:
         """gather and scatter along a feature axis: all tensors share one layout."""
-        tensors = {k: self.filled(a) or self.value(a) for k, a in args.items() if isinstance(a, fx.Node)}
+        tensors = {k: self.filled(a) for k, a in args.items() if isinstance(a, fx.Node)}
         x = next(iter(tensors.values()))
         token = next((v.token for v in tensors.values() if v.token is not None), None)
         batch = next((v.batch for v in tensors.values() if v.batch is not None), None)
@@ -497,18 +563,21 @@ class _Normaliser:
         positional_args, keywords = _call(node.target, made)
         return Value(self.emit(node.target, *positional_args, **keywords), x.rank, token, batch)
 
-    def filled(self, argument: fx.Node) -> Value | None:
-        """A positional `zeros_like` of an activation, made from that activation's node; None for anything else."""
+    def filled(self, argument: fx.Node) -> Value:
+        """An argument with a row for every token: a positional one that is the same in each row is not folded."""
+        if argument not in self.positional:
+            return self.value(argument)
         source = argument.args[0] if argument.args else None
-        if argument not in self.positional or argument.target not in _LIKE or source in self.positional:
-            return None
-        if list(self.fake(source).shape) != list(self.fake(argument).shape):
-            return None
-        x = self.value(source)
-        number = _LIKE[argument.target]
-        fill = argument.args[1] if number is None else number
-        made = self.emit(aten.full_like.default, x.node, fill, dtype=_executed(self.fake(argument).dtype))
-        return dataclasses.replace(x, node=made)
+        if argument.target in _LIKE and source not in self.positional and isinstance(source, fx.Node):
+            x = self.value(source)
+            if list(self.fake(source).shape) == list(self.fake(argument).shape):
+                number = _LIKE[argument.target]
+                fill = argument.args[1] if number is None else number
+                dtype = _executed(self.fake(argument).dtype)
+                return dataclasses.replace(
+                    x, node=self.emit(aten.full_like.default, x.node, fill, dtype=dtype)
+                )
+        return self.positional_value(argument, fold=False)
 
     def scattered(self, node: fx.Node, args: dict[str, Any]) -> Any:
         """Slices written side by side into an empty tensor: a join once they cover it."""
@@ -688,20 +757,19 @@ class _Normaliser:
             order = list(range(1, fake.dim()))
             order.insert(dim, 0)
             return permuted(made, order)
-        raised = []
-        for v in (self.value(t) for t in tensors):
+        return self.joined([self.raised(self.value(t), dim) for t in tensors], dim, fake)
 
-            def moved(axis: int | None) -> int | None:
-                return None if axis is None else axis + (axis >= dim)
+    def raised(self, v: Value, dim: int) -> Value:
+        """The value with a new feature axis of size 1 at the captured axis `dim`."""
 
-            wide = Value(v.node, v.rank + 1, moved(v.token), moved(v.batch))
-            features = [
-                1 if a == dim else None for a in range(wide.rank) if a not in (wide.token, wide.batch)
-            ]
-            sizes = iter(v.features)
-            shape = [1 if f == 1 else next(sizes) for f in features]
-            raised.append(dataclasses.replace(wide, node=self.reshape(v.node, v.token is not None, shape)))
-        return self.joined(raised, dim, fake)
+        def moved(axis: int | None) -> int | None:
+            return None if axis is None else axis + (axis >= dim)
+
+        wide = Value(v.node, v.rank + 1, moved(v.token), moved(v.batch))
+        sizes = iter(v.features)
+        axes = [a for a in range(wide.rank) if a not in (wide.token, wide.batch)]
+        shape = [1 if a == dim else next(sizes) for a in axes]
+        return dataclasses.replace(wide, node=self.reshape(v.node, v.token is not None, shape))
 
     def expand(self, node: fx.Node, args: dict[str, Any]) -> Any:
         source = next(iter(args.values()))
@@ -840,8 +908,8 @@ def _call(target: Any, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any
     return args, kwargs
 
 
-def _with_numbers(target: Any, values: dict[str, Any], numbers: list[str]) -> tuple[Any, dict[str, Any]]:
-    """An overload of an elementwise op that takes Python numbers for these arguments."""
+def _with_numbers(target: Any, values: dict[str, Any], numbers: list[str]) -> Any:
+    """(overload, arguments) of an elementwise op that takes Python numbers for these arguments, or None."""
     name, overload = _name(target), target._overloadname
     if overload == "Tensor" and name in ("add", "mul", "sub", "div") and numbers == ["other"]:
         return target, values  # fx lets a number stand for the tensor `other`
@@ -849,8 +917,11 @@ def _with_numbers(target: Any, values: dict[str, Any], numbers: list[str]) -> tu
         return target, {**values, "self": values["other"], "other": values["self"]}
     if overload == "Tensor" and numbers == ["self"] and name == "sub" and values.get("alpha", 1) == 1:
         return aten.rsub.Scalar, {"self": values["other"], "other": values["self"]}
-    if overload == "Tensor" and numbers == ["self"] and name == "div":
-        return aten.mul.Tensor, {"self": values["other"], "other": values["self"]}
+    if name in ("maximum", "minimum") and numbers in (["other"], ["self"]):
+        number = values[numbers[0]]
+        tensor = values["self" if numbers == ["other"] else "other"]
+        target = aten.clamp_min.default if name == "maximum" else aten.clamp_max.default
+        return target, {"self": tensor, "min" if name == "maximum" else "max": number}
     scalar = {"Tensor": "Scalar", "Tensor_Tensor": "Tensor_Scalar", "self": "ScalarOther"}.get(overload)
     packet = getattr(aten, name)
     if scalar and scalar in packet.overloads() and numbers == ["other"]:
@@ -863,7 +934,7 @@ def _with_numbers(target: Any, values: dict[str, Any], numbers: list[str]) -> tu
         return aten.where.ScalarOther, values
     if name == "where" and numbers == ["self"]:
         return aten.where.ScalarSelf, values
-    raise CaptureError(f"{name} takes a single number as {', '.join(numbers)}, which has no scalar form")
+    return None
 
 
 def _order(name: str, rank: int, args: dict[str, Any]) -> list[int]:
@@ -938,6 +1009,8 @@ _register(
     square sub tan tanh trunc where log_sigmoid""",
     _Normaliser.elementwise,
 )
+_register("view_as_complex", _Normaliser.as_complex)
+_register("view_as_real", _Normaliser.as_real)
 _register("linear", _Normaliser.linear)
 _register("matmul mm bmm", _Normaliser.matmul)
 _register("addmm", _Normaliser.addmm)
