@@ -65,6 +65,7 @@ void AttentionPlan::make(int threads, int sequences, const int32_t *seq_starts, 
                 long_context |= spans > 1;
             }
     by_spans = false;
+    whole = int64_t(items.size()) == int64_t(sequences) * kv_heads;
     const double share = balance(costs, threads, starts);
     if (threads == 1 || !long_context || share < 1.2)
         return;

@@ -25,6 +25,7 @@ struct AttentionPlan {
     int group, kv_heads, q_heads, value_dim, window;
 
     std::vector<AttentionItem> items;
+    bool whole = false; // one item a sequence and kv head
     bool by_spans = false;
     std::vector<AttentionUnit> units; // by_spans only
     std::vector<int> starts;          // thread t takes items (or units) [starts[t], starts[t + 1])

@@ -8,7 +8,6 @@
 namespace ew {
 namespace {
 
-constexpr int64_t kFewRows = 4;        // up to here every thread prepares all rows for itself
 constexpr int64_t kRowsPerThread = 32; // from here a thread has rows enough to keep them through all instructions
 constexpr int kMaxRowThreads = 16;     // beyond it, dividing rows would read the weights too often
 constexpr int64_t kSlack = 4096;       // after an arena: vector loads may begin, not only end, near its end
@@ -52,22 +51,22 @@ Engine::Engine(const std::string &program, const EngineOptions &options, const K
         redirected_ = program_.output.index;
 
     for (const Instruction &code : program_.instructions) {
-        attention_of_.push_back(-1);
-        if (code.op != Op::attention)
+        plan_of_.push_back(-1);
+        if (code.op != Op::attention && code.op != Op::rope_write)
             continue;
         auto same = [&](const AttentionPlan &plan) {
             return plan.group == code.group && plan.kv_heads == code.kv_heads && plan.q_heads == code.q_heads &&
                    plan.value_dim == code.value_dim;
         };
-        auto found = std::find_if(attention_.begin(), attention_.end(), same);
-        attention_of_.back() = int(found - attention_.begin());
+        const auto found = std::find_if(attention_.begin(), attention_.end(), same);
+        plan_of_.back() = int(found - attention_.begin());
         if (found == attention_.end()) {
             AttentionPlan plan;
             plan.group = code.group;
             plan.kv_heads = code.kv_heads;
             plan.q_heads = code.q_heads;
             plan.value_dim = code.value_dim;
-            plan.window = code.window;
+            plan.window = program_.groups[size_t(code.group)].window;
             attention_.push_back(std::move(plan));
         }
     }
@@ -75,7 +74,7 @@ Engine::Engine(const std::string &program, const EngineOptions &options, const K
 
 // Scratch of each thread, and the rows that all threads prepare together: sizes for the largest step.
 void Engine::plan_scratch() {
-    int64_t own = 0, together = 0, attention = 0, generic = 0;
+    int64_t own = 0, together = 0, attention = 0, generic = 0, normed = 0;
     bool gated = false;
     for (const Instruction &code : program_.instructions) {
         if (code.op == Op::linear || code.op == Op::linear_gated) {
@@ -86,6 +85,8 @@ void Engine::plan_scratch() {
                                 bytes * (code.rows == RowKind::tokens ? options_.max_tokens : options_.max_rows));
         }
         gated |= code.op == Op::linear_gated || code.op == Op::moe;
+        if (code.op == Op::rms_norm || code.op == Op::layer_norm)
+            normed = std::max(normed, page_aligned(kFewRows * code.in[0].width * 4));
         if (code.op == Op::attention)
             attention = std::max(
                 attention, int64_t(attention_scratch_bytes(
@@ -97,11 +98,14 @@ void Engine::plan_scratch() {
     own = page_aligned(own);
     attention = page_aligned(attention);
     generic = page_aligned(generic);
-    const int64_t each = own + page_aligned(tiles) + attention + generic;
+    const int64_t each = own + tiles + attention + generic + 2 * normed;
     scratch_memory_ = Mapping::anonymous(size_t(each * pool_->threads() + page_aligned(together)), false);
     uint8_t *at = scratch_memory_.data();
-    for (int thread = 0; thread < pool_->threads(); ++thread, at += each)
-        scratch_.push_back({at, at + own, at + own + page_aligned(tiles), at + own + page_aligned(tiles) + attention});
+    for (int thread = 0; thread < pool_->threads(); ++thread, at += each) {
+        uint8_t *const rows = at + own + tiles + attention + generic;
+        scratch_.push_back({at, at + own, at + own + tiles, at + own + tiles + attention,
+                            reinterpret_cast<float *>(rows), reinterpret_cast<float *>(rows + normed)});
+    }
     prepared_ = at;
 }
 
@@ -204,7 +208,7 @@ const std::vector<Phase> &Engine::schedule(const ScheduleKey &key) {
     for (const auto &cached : schedules_)
         if (cached->key == key)
             return cached->phases;
-    schedules_.push_back(std::make_unique<CachedSchedule>(CachedSchedule{key, make_schedule(program_, key)}));
+    schedules_.push_back(std::make_unique<CachedSchedule>(CachedSchedule{key, make_schedule(program_, plan_of_, key)}));
     return schedules_.back()->phases;
 }
 
@@ -279,14 +283,17 @@ void Engine::step(const StepInput &input) {
     input_ = input;
     rows_[0].count = input.tokens_count;
     rows_[1].count = input.logits_count;
-    ScheduleKey key{{row_mode(input.tokens_count), row_mode(input.logits_count)}, false};
+    ScheduleKey key{{row_mode(input.tokens_count), row_mode(input.logits_count)}, AttentionMode::own};
     std::copy(key.mode.begin(), key.mode.end(), mode_);
     int64_t state_floats = 0;
     for (AttentionPlan &plan : attention_) {
         plan.make(pool_->threads(), int(input.sequences), input.seq_starts, input.positions);
-        key.spans |= plan.by_spans;
-        if (plan.by_spans)
+        if (plan.by_spans) {
+            key.attention = AttentionMode::spans;
             state_floats = std::max(state_floats, plan.state_floats);
+        } else if (!plan.whole && key.attention == AttentionMode::own) {
+            key.attention = AttentionMode::apart;
+        }
     }
     if (state_floats * 4 > int64_t(states_.size()))
         states_ = Mapping::anonymous(size_t(page_aligned(state_floats * 4)), false);

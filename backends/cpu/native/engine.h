@@ -83,7 +83,9 @@ class Engine {
     };
     struct Scratch { // a thread's own, parts of one mapping
         uint8_t *prepared, *tiles, *attention, *generic;
+        float *normed, *sum; // of a norm that the thread computes for itself: kFewRows rows
     };
+    static constexpr int64_t kFewRows = 4;           // up to here every thread prepares all rows for itself
     static constexpr int64_t kRowChunk = 64;         // rows that a thread prepares and multiplies at a time
     static constexpr int64_t kTileFloats = 64 * 256; // numbers of gate and up computed before they become one
     struct CachedSchedule {
@@ -103,15 +105,16 @@ class Engine {
     void run_thread(int thread);
     void run_measured();
     void run_phase(const Phase &phase, int thread);
-    void run_rows(const Instruction &code, int thread);
+    void run_rows(const Instruction &code, Part part, int thread);
     void run_embedding(const Instruction &code, int64_t begin, int64_t end);
-    void run_norm(const Instruction &code, int64_t begin, int64_t end);
+    void run_norm(const Instruction &code, int64_t begin, int64_t end, const Scratch *own);
     void run_generic_rows(const Instruction &code, int64_t begin, int64_t end, const Scratch &scratch);
-    void run_linear(const Instruction &code, Part part, int thread);
-    void run_rope_write(const Instruction &code, int thread);
+    void run_linear(const Instruction &code, const Phase &phase, int thread);
+    void run_rope_write(const Instruction &code, Part part, int thread);
+    void rope_write(const Instruction &code, int64_t row, int64_t head0, int64_t head1);
     void run_attention(const Instruction &code, Part part, int thread);
-    void prepare_rows(const Instruction &code, const LinearWeight &weight, int64_t begin, int64_t end,
-                      uint8_t *prepared) const;
+    void prepare_rows(const Instruction &code, const LinearWeight &weight, int64_t rows, const float *x,
+                      int64_t stride, uint8_t *prepared) const;
     void linear_rows(const Instruction &code, int64_t begin, int64_t end, int64_t t0, int64_t t1,
                      const uint8_t *prepared);
     void gated_tiles(const LinearWeight &weight, const uint8_t *prepared, int64_t rows, int64_t pair0, int64_t pair1,
@@ -164,7 +167,7 @@ class Engine {
     uint8_t *prepared_ = nullptr; // rows prepared together
     int redirected_ = -1;         // the value that is the caller's logits array itself
     std::vector<AttentionPlan> attention_;
-    std::vector<int> attention_of_; // instruction -> plan
+    std::vector<int> plan_of_; // of an attention or rope_write: its plan; else -1
     std::vector<std::unique_ptr<CachedSchedule>> schedules_;
     std::vector<Profile> profile_; // empty: not measured
     std::mutex busy_;

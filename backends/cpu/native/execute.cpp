@@ -52,21 +52,30 @@ void Engine::run_phase(const Phase &phase, int thread) {
     const Instruction &code = program_.instructions[size_t(phase.instruction)];
     switch (code.op) {
     case Op::linear:
-    case Op::linear_gated: return run_linear(code, phase.part, thread);
-    case Op::rope_write: return run_rope_write(code, thread);
+    case Op::linear_gated: return run_linear(code, phase, thread);
+    case Op::rope_write: return run_rope_write(code, phase.part, thread);
     case Op::attention: return run_attention(code, phase.part, thread);
     case Op::moe: return run_moe(code, phase.part, thread);
-    default: return run_rows(code, thread);
+    default: return run_rows(code, phase.part, thread);
     }
 }
 
-void Engine::run_rows(const Instruction &code, int thread) {
+void Engine::run_rows(const Instruction &code, Part part, int thread) {
+    const Scratch &scratch = scratch_[size_t(thread)];
     int64_t begin, end;
+    if (part == Part::few)
+        return run_norm(code, 0, rows_[size_t(code.rows)].count, &scratch);
     share(code.rows, thread, begin, end);
+    if (part == Part::publish) {
+        const int64_t width = code.out[1].width;
+        for (int64_t r = begin; r < end; ++r)
+            std::memcpy(row_f32(code.out[1], r), scratch.sum + r * width, size_t(width) * 4);
+        return;
+    }
     switch (code.op) {
     case Op::embedding: return run_embedding(code, begin, end);
     case Op::rms_norm:
-    case Op::layer_norm: return run_norm(code, begin, end);
+    case Op::layer_norm: return run_norm(code, begin, end, nullptr);
     case Op::activation:
         for (int64_t r = begin; r < end; ++r)
             kernels_.activation(code.activation, row_f32(code.in[0], r), row_f32(code.out[0], r), code.in[0].width);
@@ -90,7 +99,7 @@ void Engine::run_rows(const Instruction &code, int thread) {
             std::memcpy(row_bytes(code.out[0], r), row_bytes(code.in[0], input_.logit_rows[r]),
                         size_t(code.in[0].width) * 4);
         return;
-    default: return run_generic_rows(code, begin, end, scratch_[size_t(thread)]);
+    default: return run_generic_rows(code, begin, end, scratch);
     }
 }
 
@@ -119,13 +128,15 @@ void Engine::run_embedding(const Instruction &code, int64_t begin, int64_t end) 
         }
 }
 
-void Engine::run_norm(const Instruction &code, int64_t begin, int64_t end) {
+// `own`: results go to this thread's scratch instead of the outputs.
+void Engine::run_norm(const Instruction &code, int64_t begin, int64_t end, const Scratch *own) {
     const float *weight = vector_or_null(code.weights[0]);
     const float *bias = code.op == Op::layer_norm ? vector_or_null(code.weights[1]) : nullptr;
     const bool adds = code.in.size() == 2;
     for (int64_t r = begin; r < end; ++r) {
         const float *x = row_f32(code.in[0], r), *residual = adds ? row_f32(code.in[1], r) : nullptr;
-        float *y = row_f32(code.out[0], r), *sum = adds ? row_f32(code.out[1], r) : nullptr;
+        float *y = own ? own->normed + r * code.in[0].width : row_f32(code.out[0], r);
+        float *sum = !adds ? nullptr : own ? own->sum + r * code.in[0].width : row_f32(code.out[1], r);
         for (int64_t c = 0; c < code.in[0].width; c += code.dim) {
             if (code.op == Op::rms_norm)
                 kernels_.rms_norm(x + c, residual, sum, weight, code.weight_offset, code.eps, code.dim, y + c);
@@ -184,15 +195,13 @@ void Engine::run_generic_rows(const Instruction &code, int64_t begin, int64_t en
 
 // ---- linears ------------------------------------------------------------------------------------------------------
 
-void Engine::prepare_rows(const Instruction &code, const LinearWeight &weight, int64_t begin, int64_t end,
-                          uint8_t *prepared) const {
-    const int64_t stride = row_stride(code.in[0]), bytes = kernels_.prepared_row_bytes(weight) * code.inner;
-    if (code.inner == 1) {
-        kernels_.prepare(weight, row_f32(code.in[0], begin), stride, end - begin, prepared);
-        return;
-    }
-    for (int64_t r = begin; r < end; ++r)
-        kernels_.prepare(weight, row_f32(code.in[0], r), weight.k, code.inner, prepared + (r - begin) * bytes);
+void Engine::prepare_rows(const Instruction &code, const LinearWeight &weight, int64_t rows, const float *x,
+                          int64_t stride, uint8_t *prepared) const {
+    if (code.inner == 1)
+        return kernels_.prepare(weight, x, stride, rows, prepared);
+    const int64_t bytes = kernels_.prepared_row_bytes(weight) * code.inner;
+    for (int64_t r = 0; r < rows; ++r)
+        kernels_.prepare(weight, x + r * stride, weight.k, code.inner, prepared + r * bytes);
 }
 
 // Output tiles [t0, t1) of rows [begin, end), whose prepared form begins at `prepared`.
@@ -213,7 +222,7 @@ void Engine::linear_rows(const Instruction &code, int64_t begin, int64_t end, in
                         weight.n);
 }
 
-void Engine::run_linear(const Instruction &code, Part part, int thread) {
+void Engine::run_linear(const Instruction &code, const Phase &phase, int thread) {
     const LinearWeight &weight = program_.weights[size_t(code.weights[0])].linear;
     const Scratch &scratch = scratch_[size_t(thread)];
     const int64_t rows = rows_[size_t(code.rows)].count;
@@ -229,18 +238,19 @@ void Engine::run_linear(const Instruction &code, Part part, int thread) {
         else
             linear_rows(code, begin, end, u0, u1, prepared);
     };
+    const int64_t stride = row_stride(code.in[0]);
     int64_t begin, end;
-    switch (part) {
+    switch (phase.part) {
     case Part::prepare:
         share(code.rows, thread, begin, end);
         if (begin < end)
-            prepare_rows(code, weight, begin, end, prepared_ + begin * bytes);
+            prepare_rows(code, weight, end - begin, row_f32(code.in[0], begin), stride, prepared_ + begin * bytes);
         return;
     case Part::whole: // by rows
         share(code.rows, thread, begin, end);
         for (int64_t r = begin; r < end; r += std::max<int64_t>(kRowChunk / code.inner, 1)) {
             const int64_t last = std::min(r + std::max<int64_t>(kRowChunk / code.inner, 1), end);
-            prepare_rows(code, weight, r, last, scratch.prepared);
+            prepare_rows(code, weight, last - r, row_f32(code.in[0], r), stride, scratch.prepared);
             multiply(r, last, 0, units, scratch.prepared);
         }
         return;
@@ -248,9 +258,14 @@ void Engine::run_linear(const Instruction &code, Part part, int thread) {
         divide(units, pool_->threads(), thread, !gated && units >= 8 * pool_->threads() ? 2 : 1, begin, end);
         if (rows == 0 || begin >= end)
             return;
-        if (part == Part::few)
-            prepare_rows(code, weight, 0, rows, scratch.prepared);
-        multiply(0, rows, begin, end, part == Part::few ? scratch.prepared : prepared_);
+        if (phase.norm >= 0) {
+            const Instruction &norm = program_.instructions[size_t(phase.norm)];
+            prepare_rows(code, weight, rows, scratch.normed + code.in[0].column - norm.out[0].column,
+                         norm.out[0].width, scratch.prepared);
+        } else if (phase.part == Part::few) {
+            prepare_rows(code, weight, rows, row_f32(code.in[0], 0), stride, scratch.prepared);
+        }
+        multiply(0, rows, begin, end, phase.part == Part::few ? scratch.prepared : prepared_);
     }
 }
 
@@ -305,14 +320,39 @@ void Engine::gated_row(const Instruction &code, const float *gate, const float *
 
 // ---- attention ----------------------------------------------------------------------------------------------------
 
-void Engine::run_rope_write(const Instruction &code, int thread) {
+// One token's kv heads [head0, head1) and their query heads: rotate, then write keys and values.
+void Engine::rope_write(const Instruction &code, int64_t row, int64_t head0, int64_t head1) {
     const KvGroup &group = program_.groups[size_t(code.group)];
     const KvLayout &layout = group.layers[size_t(code.layer)].layout;
+    const int32_t position = input_.positions[row];
+    float *k = row_f32(code.in[1], row);
+    if (code.weights[0] >= 0) {
+        const int64_t at = position * int64_t(code.rotary_dim / 2), heads = code.q_heads / code.kv_heads;
+        const float *cosines = vector_or_null(code.weights[0]) + at, *sines = vector_or_null(code.weights[1]) + at;
+        if (code.in[0].present())
+            kernels_.attention.rope(row_f32(code.in[0], row) + head0 * heads * code.key_dim, (head1 - head0) * heads,
+                                    code.key_dim, cosines, sines, code.rotary_dim, code.interleaved);
+        kernels_.attention.rope(k + head0 * code.key_dim, head1 - head0, code.key_dim, cosines, sines,
+                                code.rotary_dim, code.interleaved);
+    }
+    const int32_t page = page_table(code.group, sequence_of_[size_t(row)])[position / group.page_size];
     auto *pool = const_cast<uint8_t *>(pool_layer(code.group, code.layer));
-    const float *cosines = vector_or_null(code.weights[0]), *sines = vector_or_null(code.weights[1]);
-    const int64_t heads = code.kv_heads, share_of_q = code.q_heads / code.kv_heads, half = code.rotary_dim / 2;
+    kernels_.attention.kv_write(layout, pool + page * layout.page_bytes, position % group.page_size, k,
+                                row_f32(code.in[2], row), int(head0), int(head1));
+}
 
+void Engine::run_rope_write(const Instruction &code, Part part, int thread) {
+    if (part == Part::own) { // what this thread attends for next
+        const AttentionPlan &plan = attention_[size_t(plan_of_[size_t(&code - program_.instructions.data())])];
+        for (int i = plan.starts[size_t(thread)]; i < plan.starts[size_t(thread) + 1]; ++i) {
+            const AttentionItem &item = plan.items[size_t(i)];
+            for (int64_t row = item.row0; row < item.row0 + item.rows; ++row)
+                rope_write(code, row, item.kv_head, item.kv_head + 1);
+        }
+        return;
+    }
     // Items are (token, kv head with its query heads); in row mode a thread takes its own rows whole.
+    const int64_t heads = code.kv_heads;
     int64_t begin, end;
     if (mode_[size_t(code.rows)] == RowMode::rows) {
         share(code.rows, thread, begin, end);
@@ -322,28 +362,14 @@ void Engine::run_rope_write(const Instruction &code, int thread) {
         divide(rows_[size_t(code.rows)].count * heads, pool_->threads(), thread, 1, begin, end);
     }
     while (begin < end) {
-        const int64_t row = begin / heads, head0 = begin % heads, head1 = std::min(heads, head0 + end - begin);
+        const int64_t head0 = begin % heads, head1 = std::min(heads, head0 + end - begin);
+        rope_write(code, begin / heads, head0, head1);
         begin += head1 - head0;
-        const int32_t position = input_.positions[row];
-        float *k = row_f32(code.in[1], row);
-        const float *v = row_f32(code.in[2], row);
-        if (cosines) {
-            const float *c = cosines + position * half, *s = sines + position * half;
-            if (code.in[0].present())
-                kernels_.attention.rope(row_f32(code.in[0], row) + head0 * share_of_q * code.key_dim,
-                                        (head1 - head0) * share_of_q, code.key_dim, c, s, code.rotary_dim,
-                                        code.interleaved);
-            kernels_.attention.rope(k + head0 * code.key_dim, head1 - head0, code.key_dim, c, s, code.rotary_dim,
-                                    code.interleaved);
-        }
-        const int32_t page = page_table(code.group, sequence_of_[size_t(row)])[position / group.page_size];
-        kernels_.attention.kv_write(layout, pool + page * layout.page_bytes, position % group.page_size, k, v,
-                                    int(head0), int(head1));
     }
 }
 
 void Engine::run_attention(const Instruction &code, Part part, int thread) {
-    const AttentionPlan &plan = attention_[size_t(attention_of_[size_t(&code - program_.instructions.data())])];
+    const AttentionPlan &plan = attention_[size_t(plan_of_[size_t(&code - program_.instructions.data())])];
     const KvLayout &layout = program_.groups[size_t(code.group)].layers[size_t(code.layer)].layout;
     const AttentionShape shape{code.q_heads,
                                code.scale,

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <climits>
 #include <cstdlib>
 #include <fstream>
@@ -14,8 +15,17 @@
 namespace ew {
 namespace {
 
-constexpr int kMostSpins = 1000; // some tens of microseconds
-constexpr int kLeastSpins = 16;
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+using std::chrono::nanoseconds;
+
+constexpr nanoseconds kIdleSpin = microseconds(50); // between runs
+// At a barrier. Waking up takes up to 100 us on a virtual machine; spinning must last longer, or two threads that woke up
+// late keep sending each other to sleep.
+constexpr nanoseconds kMostSpin = microseconds(300), kLeastSpin = microseconds(1);
+// A sleep shorter than this was not worth it: the other threads were running, only late. A longer one means that they had
+// no core, and that spinning would have kept it from them.
+constexpr nanoseconds kShortSleep = microseconds(500);
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -97,7 +107,7 @@ int usable_cpus() {
 }
 
 ThreadPool::ThreadPool(int threads)
-    : threads_(std::max(threads, 1)), most_spins_(threads_ > usable_cpus() ? 0 : kMostSpins), spins_(most_spins_) {
+    : threads_(std::max(threads, 1)), oversubscribed_(threads_ > usable_cpus()), spin_(kMostSpin.count()) {
     try {
         for (int thread = 1; thread < threads_; ++thread)
             workers_.emplace_back([this, thread] { work(thread); });
@@ -122,20 +132,25 @@ void ThreadPool::Signal::raise() {
         futex(count, FUTEX_WAKE_PRIVATE, INT_MAX);
 }
 
-uint32_t ThreadPool::Signal::await(uint32_t seen, int spins, bool &slept) {
-    slept = false;
+ThreadPool::Signal::Waited ThreadPool::Signal::await(uint32_t seen, nanoseconds spin) {
     uint32_t now;
-    for (int i = 0; i <= spins; ++i) {
-        if ((now = count.load(std::memory_order_acquire)) != seen)
-            return now;
-        pause();
+    if ((now = count.load(std::memory_order_acquire)) != seen)
+        return {now, {}};
+    auto start = Clock::now();
+    const auto deadline = start + spin;
+    while (start < deadline) {
+        for (int i = 0; i < 16; ++i) {
+            pause();
+            if ((now = count.load(std::memory_order_acquire)) != seen)
+                return {now, {}};
+        }
+        start = Clock::now();
     }
-    slept = true;
     sleepers.fetch_add(1);
     while ((now = count.load()) == seen)
         futex(count, FUTEX_WAIT_PRIVATE, int(seen));
     sleepers.fetch_sub(1);
-    return now;
+    return {now, Clock::now() - start};
 }
 
 void ThreadPool::run_raw(Raw body, void *context) {
@@ -150,9 +165,8 @@ void ThreadPool::run_raw(Raw body, void *context) {
 
 void ThreadPool::work(int thread) {
     uint32_t seen = 0;
-    bool slept;
     while (true) {
-        seen = run_.await(seen, most_spins_, slept);
+        seen = run_.await(seen, oversubscribed_ ? nanoseconds(0) : kIdleSpin).count;
         if (stop_)
             return;
         body_(context_, thread);
@@ -168,13 +182,15 @@ void ThreadPool::barrier() {
         arrived_.store(0, std::memory_order_relaxed);
         return barrier_.raise();
     }
-    const int spins = spins_.load(std::memory_order_relaxed);
-    bool slept;
-    barrier_.await(phase, spins, slept);
-    if (slept && spins > kLeastSpins)
-        spins_.store(spins / 2, std::memory_order_relaxed);
-    else if (!slept && spins < most_spins_)
-        spins_.store(std::min(spins * 2, most_spins_), std::memory_order_relaxed);
+    if (oversubscribed_) {
+        barrier_.await(phase, nanoseconds(0));
+        return;
+    }
+    const nanoseconds spin(spin_.load(std::memory_order_relaxed));
+    if (barrier_.await(phase, spin).slept > kShortSleep)
+        spin_.store(std::max(spin / 2, kLeastSpin).count(), std::memory_order_relaxed);
+    else if (spin < kMostSpin)
+        spin_.store(std::min(spin * 2, kMostSpin).count(), std::memory_order_relaxed);
 }
 
 } // namespace ew

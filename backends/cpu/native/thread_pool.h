@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -43,8 +44,12 @@ class ThreadPool {
         std::atomic<int> sleepers{0};
 
         void raise();
-        // Returns the count once it is not `seen`. Spins at most `spins` times; true in `slept` where it slept.
-        uint32_t await(uint32_t seen, int spins, bool &slept);
+        struct Waited {
+            uint32_t count;
+            std::chrono::nanoseconds slept;
+        };
+        // Returns once the count is not `seen`: it spins that long, then sleeps.
+        Waited await(uint32_t seen, std::chrono::nanoseconds spin);
     };
 
     void run_raw(Raw body, void *context);
@@ -52,7 +57,7 @@ class ThreadPool {
     void finish();
 
     const int threads_;
-    const int most_spins_; // 0 where threads outnumber cores
+    const bool oversubscribed_; // more threads than cores: never spin
     Raw body_ = nullptr;
     void *context_ = nullptr;
     bool stop_ = false;
@@ -61,7 +66,7 @@ class ThreadPool {
     Signal run_;     // raised to start a run
     Signal barrier_; // raised by the last to arrive
     alignas(64) std::atomic<int> arrived_{0};
-    std::atomic<int> spins_; // how long barriers spin: less after a wait that ended in sleep, more after one that did not
+    std::atomic<int64_t> spin_; // nanoseconds that barriers spin: less after a long sleep, more after a short one or none
 };
 
 } // namespace ew
