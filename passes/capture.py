@@ -15,7 +15,6 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,10 @@ _CONTEXT_KEYS = (
 _DEFAULT_CONTEXT = 2048
 
 
+class _Untraceable(CaptureError):
+    """torch.export failed."""
+
+
 def capture(source: str | Path | Source, max_context: int | None = None) -> Program:
     """Capture a model as a Program at stage CAPTURED.
 
@@ -69,7 +72,8 @@ def capture(source: str | Path | Source, max_context: int | None = None) -> Prog
     weights, more = source.bind(model)
     facts = _facts(model, context)
     refused: CaptureError | None = None
-    for attention in (NAME, "eager"):
+    own = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    for attention in (NAME, own):
         try:
             program = to_program(trace(model, context, attention), facts, weights, buffers)
             recognise_attention(program)
@@ -78,7 +82,8 @@ def capture(source: str | Path | Source, max_context: int | None = None) -> Prog
                 return program
         except CaptureError as error:
             # The reason that counts is the one met on the way that the model supports.
-            refused = refused or error
+            if refused is None or isinstance(refused, _Untraceable):
+                refused = error
     raise refused or CaptureError(f"no attention was found in {type(model).__name__}")
 
 
@@ -227,17 +232,16 @@ def _join(path: str, key: str) -> str:
 
 
 class _Logits(torch.nn.Module):
-    """The model as a function of packed tokens and positions."""
+    """The model as a function of tokens and positions. The model makes its own positions, as it does for its users: whatever
+    it makes must turn out to depend on positions alone. The input stands for them in the graph.
+    """
 
     def __init__(self, model: Any):
         super().__init__()
         self.model = model
-        parameters = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in parameters
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        extra = {"position_ids": positions} if self.takes_positions else {}
-        return self.model(input_ids=tokens, use_cache=False, return_dict=True, **extra).logits
+        return self.model(input_ids=tokens, use_cache=False, return_dict=True).logits
 
 
 def trace(model: Any, context: int, attention: str) -> torch.export.ExportedProgram:
@@ -261,7 +265,7 @@ def trace(model: Any, context: int, attention: str) -> torch.export.ExportedProg
             if isinstance(cause, EnginewrightError):
                 raise cause from error
             cause = cause.__cause__ or cause.__context__
-        raise CaptureError(
+        raise _Untraceable(
             f"{type(model).__name__} cannot be traced for a varying number of tokens",
             found=_first_line(error),
         ) from error

@@ -270,14 +270,16 @@ def hooked(model: Any, context: int) -> Iterator[None]:
     # Positions that restart would be taken for packed sequences; here they are one sequence.
     packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[assignment]
-    eager_mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
-    ALL_MASK_ATTENTION_FUNCTIONS.register("eager", functools.partial(hooks.own_mask, eager_mask))
+    own_masks = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("eager", "sdpa")}
+    for name, build in own_masks.items():
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, functools.partial(hooks.own_mask, build))
     for path, module in model.named_modules():
         module._enginewright_path = path
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = packed
-        ALL_MASK_ATTENTION_FUNCTIONS.register("eager", eager_mask)
+        for name, build in own_masks.items():
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, build)
         for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS):
             interface._global_mapping.pop(NAME, None)

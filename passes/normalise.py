@@ -10,7 +10,7 @@ inside a token's row.
 4. A value that depends on positions alone is evaluated for every position up to the maximum context:
 `ew.position_table`;
    a constant where all positions agree, a number where it is a single one.
-5. A lookup by token id, or by position plus a constant, becomes `ew.embedding`.
+5. A lookup by token id, or by position plus a constant, becomes `ew.embedding`; a lookup by a constant, that row.
 6. A product of complex numbers (DeepSeek-V2's rotation) is spelt out in real ones.
 7. `layer_norm` over the last axis becomes `ew.layer_norm`. Casts between floating types, dropout and copies
 vanish.
@@ -465,6 +465,9 @@ class _Normaliser:
             context = self.old.facts.max_context
             rows = self.positional.table(ids, context, axis).reshape(-1)
             offset = int(rows[0]) if rows.numel() else 0
+            if rows.numel() and bool((rows == offset).all()):
+                row = reshaped(sliced(weight, 0, offset, offset + 1), weight.shape[1:])
+                return Value(self.weight_node(row), 1)
             if (
                 axis is None
                 or rows.numel() != context

@@ -113,7 +113,11 @@ def build(model_type: str, seed: int = 0, matrix_std: float = 0.2, **config: Any
     """An eager float32 model in evaluation mode of a configuration, with random weights."""
     configuration = AutoConfig.for_model(model_type, **config)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
+    # Falcon's eager attention adds its ALiBi biases twice (in the mask and to the scores); its default adds them once.
+    attention = "sdpa" if model_type == "falcon" else "eager"
+    model = AutoModelForCausalLM.from_config(
+        configuration, attn_implementation=attention, dtype=torch.float32
+    )
     return randomise(model.eval(), seed, matrix_std)
 
 
