@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def capture(source: str | Path | Source, max_context: int | None = None) -> Prog
     model = build_on_meta(config)
     fill_buffers(model)
     notes += fix_rope_lengths(model, context)
-    buffers = fake_weights(model)
     weights, more = source.bind(model)
+    buffers = fake_weights(model, weights)
     facts = _facts(model, context)
     refused: CaptureError | None = None
     own = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
@@ -205,19 +206,25 @@ def _owner_model(model: Any, module: Any) -> Any:
     return owner
 
 
-def fake_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Turn meta tensors into fake ones on the CPU, so that real buffers and they may meet; returns the real buffers by path."""
+def fake_weights(model: Any, weights: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
+    """Turn meta tensors into fake ones on the CPU, so that real buffers and they may meet; returns the real buffers by path.
+
+    Parameters are shared exactly where their bound weights are: a tie that the checkpoint does not keep is cut.
+    """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    made: dict[int, Any] = {}
+    made: dict[Any, torch.nn.Parameter] = {}
     buffers = {}
     for path, module in model.named_modules():
         for key, value in module._parameters.items():
-            if value is not None and id(value) not in made:
+            if value is None:
+                continue
+            bound = weights.get(_join(path, key))
+            shared = id(value if bound is None else bound)
+            if shared not in made:
                 with mode:
                     fake = torch.empty(value.shape, dtype=value.dtype)
-                made[id(value)] = (torch.nn.Parameter(fake, requires_grad=False), value)
-            if value is not None:
-                module._parameters[key] = made[id(value)][0]
+                made[shared] = torch.nn.Parameter(fake, requires_grad=False)
+            module._parameters[key] = made[shared]
         for key, value in module._buffers.items():
             if value is not None and value.device.type == "meta":
                 with mode:
@@ -319,6 +326,8 @@ def to_program(
     lifted = getattr(signature, "inputs_to_lifted_tensor_constants", {})
     bound: dict[str, Weight] = {}
     canonical: dict[int, str] = {}
+    for name, weight in weights.items():
+        canonical.setdefault(id(weight), name)
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
     user_inputs = iter(("tokens", "positions"))
@@ -334,7 +343,7 @@ def to_program(
                 continue
             if node.name in lifted:
                 name = f"constants.{lifted[node.name]}"
-                weight: Weight = ConstantTensor(name, exported.constants[lifted[node.name]])
+                weight = ConstantTensor(name, exported.constants[lifted[node.name]])
             else:
                 name = state[node.name].removeprefix("model.")
                 weight = _bound_weight(name, weights, buffers)
