@@ -4,20 +4,14 @@
 namespace nb = nanobind;
 
 namespace ew {
-void bind_kernels(nb::module_& m);    // bind_kernels.cpp: linear and row kernels, for tests
-void bind_attention(nb::module_& m);  // bind_attention.cpp: attention, cache and sampling rows
-void bind_engine(nb::module_& m);     // bind_engine.cpp: Engine, the executor's native half
-}  // namespace ew
+void bind_kernels(nb::module_ &m);   // bind_kernels.cpp: linear and row kernels, for tests
+void bind_attention(nb::module_ &m); // bind_attention.cpp: attention, cache and sampling rows
+void bind_engine(nb::module_ &m);    // bind_engine.cpp: Engine, the executor's native half
+} // namespace ew
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native kernels and executor of the cpu backend.";
-#ifdef EW_HAVE_BIND_KERNELS
-  ew::bind_kernels(m);
-#endif
-#ifdef EW_HAVE_BIND_ATTENTION
-  ew::bind_attention(m);
-#endif
-#ifdef EW_HAVE_BIND_ENGINE
-  ew::bind_engine(m);
-#endif
+    m.doc() = "Native kernels and executor of the cpu backend.";
+    ew::bind_kernels(m);
+    ew::bind_attention(m);
+    ew::bind_engine(m);
 }
