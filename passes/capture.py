@@ -114,13 +114,15 @@ def refuse_unsupported(config: Any) -> None:
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         refuse("transformers has no causal language model of this type", f"model_type {name!r}")
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if getattr(architecture, "_is_stateful", False):
         refuse("some layers carry a recurrent state instead of keys and values", architecture.__name__)
     kinds = set(getattr(config, "layer_types", None) or ())
     if "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None):
-        refuse("chunked attention restarts its view at fixed positions, which a page table by window cannot express",
-               f"attention_chunk_size {getattr(config, 'attention_chunk_size', None)}")  # fmt: skip
+        refuse(
+            "chunked attention restarts its view at fixed positions, which no window expresses",
+            f"attention_chunk_size {getattr(config, 'attention_chunk_size', None)}",
+        )
     other = kinds - {"full_attention", "sliding_attention"}
     if other:
         refuse("some layers are neither full nor sliding attention", ", ".join(sorted(other)))
@@ -136,13 +138,14 @@ def resolve_context(config: Any, stated: int | None) -> tuple[int, list[str]]:
     if stated is None:
         if own is None:
             return _DEFAULT_CONTEXT, [
-                f"the configuration states no context length: {_DEFAULT_CONTEXT} tokens are taken; set max_context to change it"
+                f"the configuration states no context length: {_DEFAULT_CONTEXT} tokens are taken; "
+                "set max_context to change it"
             ]
         exact = exact_context(config)
         if exact is not None and exact < own:
             return exact, [
-                f"the model's rotary frequencies change beyond {exact} tokens, which is taken as the maximum context; "
-                f"set max_context (up to {own}) to use the ones for longer texts at every length"
+                f"the model's rotary frequencies change beyond {exact} tokens, which is taken as the maximum "
+                f"context; set max_context (up to {own}) to use the ones for longer texts at every length"
             ]
         return own, []
     if stated < 2:
@@ -207,9 +210,11 @@ def _owner_model(model: Any, module: Any) -> Any:
 
 
 def fake_weights(model: Any, weights: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
-    """Turn meta tensors into fake ones on the CPU, so that real buffers and they may meet; returns the real buffers by path.
+    """Turn meta tensors into fake ones on the CPU, so that real buffers and they may meet; returns the real
+    buffers by path.
 
-    Parameters are shared exactly where their bound weights are: a tie that the checkpoint does not keep is cut.
+    Parameters are shared exactly where their bound weights are: a tie that the checkpoint does not keep is
+    cut.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     made: dict[Any, torch.nn.Parameter] = {}
@@ -239,8 +244,9 @@ def _join(path: str, key: str) -> str:
 
 
 class _Logits(torch.nn.Module):
-    """The model as a function of tokens and positions. The model makes its own positions, as it does for its users: whatever
-    it makes must turn out to depend on positions alone. The input stands for them in the graph.
+    """The model as a function of tokens and positions. The model makes its own positions, as it does for its
+    users: whatever it makes must turn out to depend on positions alone. The input stands for them in the
+    graph.
     """
 
     def __init__(self, model: Any):
@@ -252,13 +258,14 @@ class _Logits(torch.nn.Module):
 
 
 def trace(model: Any, context: int, attention: str) -> torch.export.ExportedProgram:
-    """Trace with a dynamic number of tokens between 2 and `context`, and an attention implementation by name."""
+    """Trace with 2 to `context` tokens, and with an attention implementation by name."""
     for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         part._attn_implementation_internal = attention
         part._experts_implementation_internal = NAME
     length = max(2, min(_TRACED_TOKENS, context - 1))
     ids = torch.zeros(1, length, dtype=torch.long)
-    # One below the limit: at the limit itself a slice of a table may be the whole table, which would be another graph.
+    # One below the limit: at the limit itself a slice of a table may be the whole table, which would be
+    # another graph.
     dim = torch.export.Dim("T", min=2, max=max(context - 1, length))
     shapes = ({1: dim}, {1: dim})
     try:
@@ -358,8 +365,8 @@ def to_program(
                 continue
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 raise CaptureError(
-                    f"the trace holds a region that cannot stand in one graph, in {_module_path(node) or 'the model'}",
-                    found=str(node.target),
+                    "the trace holds a region that cannot stand in one graph",
+                    found=f"{node.target} in {_module_path(node) or 'the model'}",
                 )
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
             if node.target is torch.ops.aten.baddbmm.default:

@@ -38,10 +38,10 @@ OWN_WINDOW = OWN_LENGTH - 2
 #: Keyword arguments of attention functions that do not change the result of one whole causal sequence without
 #: dropout.
 _HARMLESS = {
-    "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
-    "layer_idx", "past_key_values", "cache", "deterministic", "training", "query_length", "logits_to_keep",
-    "return_dict", "target_dtype", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch",
-    "output_router_logits",
+    "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions",
+    "output_hidden_states", "layer_idx", "past_key_values", "cache", "deterministic", "training",
+    "query_length", "logits_to_keep", "return_dict", "target_dtype", "cu_seq_lens_q", "cu_seq_lens_k",
+    "max_length_q", "max_length_k", "num_items_in_batch", "output_router_logits",
 }  # fmt: skip
 
 
@@ -49,8 +49,8 @@ _HARMLESS = {
 class Seen:
     """What a row sees under a mask: the last `window` positions, itself included; 0 is all of them.
 
-    `fault` says why a mask cannot be expressed so; it is raised by the attention that uses it, as models also make masks that
-    no layer uses.
+    `fault` says why a mask cannot be expressed so; it is raised by the attention that uses it, as models also
+    make masks that no layer uses.
     """
 
     window: int
@@ -136,7 +136,9 @@ class _Hooks:
             return Seen(0, error)
 
     def own_mask(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The mask itself, for a model with its own attention; a window must be short enough to show when evaluated."""
+        """The mask itself, for a model with its own attention; a window must be short enough to show when
+        evaluated.
+        """
         seen = self.seen(*args, **kwargs)
         if seen.window > OWN_WINDOW:
             raise CaptureError(
@@ -175,7 +177,7 @@ class _Hooks:
             window = sliding_window if sliding_window and sliding_window < self.context else 0
         else:
             raise CaptureError(
-                f"attention in {_path(module)} is not causal, or its mask was not made by transformers' mask functions",
+                f"attention in {_path(module)} is not causal, or its mask is not made by transformers",
                 found=_brief(attention_mask) if attention_mask is not None else "no mask and is_causal=False",
             )
         out = torch.ops.ew.attention(
@@ -269,7 +271,7 @@ def hooked(model: Any, context: int) -> Iterator[None]:
     ALL_EXPERTS_FUNCTIONS.register(NAME, hooks.experts)
     # Positions that restart would be taken for packed sequences; here they are one sequence.
     packed = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[assignment]
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     own_masks = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("eager", "sdpa")}
     for name, build in own_masks.items():
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, functools.partial(hooks.own_mask, build))

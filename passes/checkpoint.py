@@ -26,23 +26,30 @@ from typing import Any, Protocol
 import torch
 
 from enginewright.passes.weights import (
-    CheckpointTensor, Computed, Weight, concatenated, permuted, reshaped, sliced, stacked,
+    CheckpointTensor,
+    Computed,
+    Weight,
+    concatenated,
+    permuted,
+    reshaped,
+    sliced,
+    stacked,
 )  # fmt: skip
 from enginewright.recipes.errors import InputError, near_matches
 
 __all__ = ["HuggingFaceFolder", "Source", "convert_names", "open_source"]
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class Source(Protocol):
-    """Where a model comes from: its transformers configuration, and its tensors under the model's own names."""
+    """Where a model comes from: its transformers configuration, and its tensors under the model's names."""
 
     path: Path
     config: Any
@@ -110,9 +117,10 @@ def _read_config(path: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
         raise InputError(
             f"transformers cannot read {path / 'config.json'}",
-            found=f"model_type {raw.get('model_type')!r}: {str(error).splitlines()[0] if str(error) else error!r}",
+            found=f"model_type {raw.get('model_type')!r}: {reason}",
         ) from error
 
 
@@ -284,7 +292,7 @@ def convert_names(
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     mapping = get_model_conversion_mapping(model) or []
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+    renamings: Any = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix, state = model.base_model_prefix, model.state_dict()
 
@@ -313,10 +321,11 @@ def convert_names(
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     surprising = [key for key in unused if not _matches(key, ignored)]
     if surprising:
+        listed = ", ".join(surprising[:4]) + (", …" if len(surprising) > 4 else "")
         notes.append(
-            f"{len(surprising)} tensors of the checkpoint are not part of {type(model).__name__} and were left out: "
-            + ", ".join(surprising[:4]) + (", …" if len(surprising) > 4 else "")
-        )  # fmt: skip
+            f"{len(surprising)} tensors of the checkpoint are not part of {type(model).__name__} "
+            f"and were left out: {listed}"
+        )
     return {name: bound[name] for name in wanted if name in bound}, notes
 
 
@@ -339,8 +348,8 @@ def _tie(model: Any, bound: dict[str, Weight], wanted: Mapping[str, Any]) -> lis
                 bound[name] = bound[other]
             else:
                 notes.append(
-                    f"the configuration ties {name} to {other}, but the checkpoint holds different values for the two: "
-                    "they are kept apart"
+                    f"the configuration ties {name} to {other}, but the checkpoint holds different values "
+                    "for the two: they are kept apart"
                 )
         elif other in bound:
             bound[name] = bound[other]

@@ -2,13 +2,16 @@
 
 Rules, for an operation that writes into its first argument X:
 1. X owns its memory: the functional form takes its place, and whatever reads X later reads the result.
-2. X is a slice of B, which owns its memory: the result is scattered into B, and whatever reads B later reads that.
-3. Anything else, or another view of the same memory that is read later, is refused: the result would depend on aliasing.
+2. X is a slice of B, which owns its memory: the result is scattered into B, and whatever reads B later reads
+   that.
+3. Anything else, or another view of the same memory that is read later, is refused: the result would depend
+   on aliasing.
 """
 
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -83,8 +86,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
         if node.target is aten.copy_.default:
             result = _copied(graph, node)
         else:
-            name = node.target._schema.name.removeprefix("aten::").removesuffix("_")  # type: ignore[union-attr]
-            target = getattr(getattr(aten, name), node.target._overloadname)  # type: ignore[union-attr]
+            overload: Any = node.target
+            packet = getattr(aten, overload._schema.name.removeprefix("aten::").removesuffix("_"))
+            target = getattr(packet, overload._overloadname)
             result = graph.call_function(target, node.args, node.kwargs)
             result.meta = dict(node.meta)
         order[result] = order[node]

@@ -10,7 +10,8 @@ inside a token's row.
 4. A value that depends on positions alone is evaluated for every position up to the maximum context:
 `ew.position_table`;
    a constant where all positions agree, a number where it is a single one.
-5. A lookup by token id, or by position plus a constant, becomes `ew.embedding`; a lookup by a constant, that row.
+5. A lookup by token id, or by position plus a constant, becomes `ew.embedding`; a lookup by a constant, that
+   row.
 6. A product of complex numbers (DeepSeek-V2's rotation) is spelt out in real ones.
 7. `layer_norm` over the last axis becomes `ew.layer_norm`. Casts between floating types, dropout and copies
 vanish.
@@ -32,7 +33,15 @@ from enginewright.passes.manager import PassResult
 from enginewright.passes.positional import Positional, token_axes
 from enginewright.passes.program import Program, Stage
 from enginewright.passes.weights import (
-    Computed, ConstantTensor, Weight, concatenated, permuted, reshaped, sliced, stacked, transposed,
+    Computed,
+    ConstantTensor,
+    Weight,
+    concatenated,
+    permuted,
+    reshaped,
+    sliced,
+    stacked,
+    transposed,
 )  # fmt: skip
 from enginewright.recipes.errors import CaptureError
 
@@ -155,7 +164,7 @@ class _Normaliser:
             rule = _Normaliser.elementwise
         if rule is None:
             self.fail(f"{name} is an operation that is not known to stay within one token")
-        return rule(self, node, *_bound(node))  # type: ignore[misc]
+        return rule(self, node, *_bound(node))
 
     def fail(self, reason: str, **details: Any) -> NoReturn:
         if "found" not in details and self.where is not None:
@@ -164,7 +173,7 @@ class _Normaliser:
 
     # Making nodes.
 
-    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.new.call(target, args, kwargs, module=self.module)
 
     def reshape(self, node: fx.Node, has_tokens: bool, features: Sequence[int]) -> fx.Node:
@@ -223,7 +232,9 @@ class _Normaliser:
         return axes[0] if axes else None
 
     def positional_value(self, node: fx.Node, fold: bool = True) -> Any:
-        """Rule 4: a positional node as a number, a constant, or a table's rows. Without `fold`, always the rows."""
+        """Rule 4: a positional node as a number, a constant, or a table's rows. Without `fold`, always the
+        rows.
+        """
         if node in self.values and fold:
             return self.values[node]
         fake = self.fake(node)
@@ -266,7 +277,7 @@ class _Normaliser:
         return _Complex(*parts)
 
     def _constant(self, name: str, value: torch.Tensor, node: fx.Node | None) -> Weight:
-        """A constant or a table, one object for equal values. A large table is evaluated anew at each load."""
+        """A constant or a table, one object for equal values. A large table is evaluated at each load."""
         value = value.float() if value.is_floating_point() else value
         content = value.contiguous()
         if content.dtype == torch.bool:
@@ -281,7 +292,7 @@ class _Normaliser:
             axis = self.token_axis(self.fake(node))
 
             def compute() -> torch.Tensor:
-                found = positional.evaluate(node, context).movedim(axis, 0)  # type: ignore[arg-type]
+                found = positional.evaluate(node, context).movedim(axis, 0)
                 return found.reshape(shape).float() if found.is_floating_point() else found.reshape(shape)
 
             weight: Weight = Computed(name, value.shape, value.dtype, compute)
@@ -531,7 +542,7 @@ class _Normaliser:
         if made.get("dtype") is not None and made["dtype"].is_floating_point:
             made["dtype"] = torch.float32
         positional_args, keywords = _call(node.target, made)
-        result = self.emit(node.target, *positional_args, **keywords)  # type: ignore[arg-type]
+        result = self.emit(node.target, *positional_args, **keywords)
         outputs = node.meta["val"]
         several = isinstance(outputs, (tuple, list))
 
@@ -567,7 +578,9 @@ class _Normaliser:
         return Value(self.emit(node.target, *positional_args, **keywords), x.rank, token, batch)
 
     def filled(self, argument: fx.Node) -> Value:
-        """An argument with a row for every token: a positional one that is the same in each row is not folded."""
+        """An argument with a row for every token: a positional one that is the same in each row is not
+        folded.
+        """
         if argument not in self.positional:
             return self.value(argument)
         source = argument.args[0] if argument.args else None
@@ -732,7 +745,7 @@ class _Normaliser:
         fake = self.fake(node)
         weights = [self.weight(t) for t in tensors]
         if all(w is not None for w in weights):
-            return concatenated(weights, dim % fake.dim())  # type: ignore[arg-type]
+            return concatenated(weights, dim % fake.dim())
         values = [self.value(t) for t in tensors if self.fake(t).numel() != 0]
         return self.joined(values, dim % fake.dim(), fake)
 
@@ -756,7 +769,7 @@ class _Normaliser:
         dim = args.get("dim", 0) % fake.dim()
         weights = [self.weight(t) for t in tensors]
         if all(w is not None for w in weights):
-            made = stacked(weights)  # type: ignore[arg-type]
+            made = stacked(weights)
             order = list(range(1, fake.dim()))
             order.insert(dim, 0)
             return permuted(made, order)
@@ -802,7 +815,7 @@ class _Normaliser:
         if not isinstance(count, int) or dim is None or dim % x.rank == x.token:
             self.fail("tokens are repeated")
         sizes = list(x.features)
-        at = x.axis(dim) - (x.token is not None)  # type: ignore[arg-type]
+        at = x.axis(dim) - (x.token is not None)
         has = x.token is not None
         made = self.reshape(x.node, has, [*sizes[: at + 1], 1, *sizes[at + 1 :]])
         made = self._expanded(made, has, [*sizes[: at + 1], count, *sizes[at + 1 :]])

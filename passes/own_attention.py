@@ -1,11 +1,13 @@
 """Attention that a model computes by itself, recognised in the captured graph by evaluating it.
 
 Rules:
-1. A softmax over keys, of a tensor [..., T, T], is the middle of an attention; so is `scaled_dot_product_attention`. Behind it
-   stands a product with the values, before it a product of queries and keys, and between them only positions may enter.
-2. What happens between the product and the softmax is taken as a function of the score and evaluated at a few scores: it must
-   be scale · score + bias, or hide the key. The hidden keys must be those of a causal mask or a window. The bias must be, up
-   to a constant a row, slope[head] · (key position - query position): ALiBi. Names and configurations are not consulted.
+1. A softmax over keys, of a tensor [..., T, T], is the middle of an attention; so is
+   `scaled_dot_product_attention`. Behind it stands a product with the values, before it a product of queries
+   and keys, and between them only positions may enter.
+2. What happens between the product and the softmax is taken as a function of the score and evaluated at a few
+   scores: it must be scale · score + bias, or hide the key. The hidden keys must be those of a causal mask or
+   a window. The bias must be, up to a constant a row, slope[head] · (key position - query position): ALiBi.
+   Names and configurations are not consulted.
 3. Key/value heads that repeat (g neighbours equal for any input) are cached once.
 4. The rewritten attention must give the same numbers as the traced one on random queries, keys and values.
 Source: ALiBi: Press et al. 2022, §3.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -33,15 +35,18 @@ aten, ew = torch.ops.aten, torch.ops.ew
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 _PASSING = {
-    aten.to.dtype, aten._to_copy.default, aten.dropout.default, aten.view.default, aten.reshape.default, aten.clone.default,
-    aten.expand.default, aten.contiguous.default, aten.alias.default, aten.type_as.default, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.flatten.using_ints, aten.unflatten.int,
+    aten.to.dtype, aten._to_copy.default, aten.dropout.default, aten.view.default, aten.reshape.default,
+    aten.clone.default, aten.expand.default, aten.contiguous.default, aten.alias.default,
+    aten.type_as.default, aten.unsqueeze.default, aten.squeeze.dim, aten.flatten.using_ints,
+    aten.unflatten.int,
 }  # fmt: skip
 
 
 @dataclasses.dataclass
 class _Found:
-    """One attention: captured nodes of the queries, keys and values [(1,) heads, T, D], the result, and its terms."""
+    """One attention: captured nodes of the queries, keys and values [(1,) heads, T, D], the result, and its
+    terms.
+    """
 
     q: fx.Node
     k: fx.Node
@@ -88,12 +93,14 @@ def _fail(node: fx.Node, reason: str, found: object = None) -> CaptureError:
 
 def _from_softmax(positional: Positional, softmax: fx.Node) -> _Found:
     rank = softmax.meta["val"].dim()
-    if softmax.args[1] % rank != rank - 1:  # type: ignore[operator]
+    if cast(int, softmax.args[1]) % rank != rank - 1:
         raise _fail(softmax, "its softmax does not run over keys")
-    scores = start = _scores(positional, softmax.args[0])  # type: ignore[arg-type]
+    logits: Any = softmax.args[0]
+    scores = _scores(positional, logits)
+    queries, keys = cast("tuple[fx.Node, fx.Node]", scores.args[:2])
     out, values = _values(softmax)
-    scale, window, slopes = _terms(positional, scores, softmax.args[0], softmax)  # type: ignore[arg-type]
-    return _Found(start.args[0], start.args[1], values, True, out, scale, window, slopes)  # type: ignore[arg-type]
+    scale, window, slopes = _terms(positional, scores, logits, softmax)
+    return _Found(queries, keys, values, True, out, scale, window, slopes)
 
 
 def _scores(positional: Positional, node: fx.Node) -> fx.Node:
@@ -115,30 +122,30 @@ def _values(softmax: fx.Node) -> tuple[fx.Node, fx.Node]:
             raise _fail(softmax, "its weights are used more than once")
         user = users[0]
         if user.target in _PRODUCTS and user.args[0] is node:
-            return user, user.args[1]  # type: ignore[return-value]
+            return user, cast(fx.Node, user.args[1])
         if user.target not in _PASSING:
             raise _fail(softmax, f"its weights go through {user.target}")
         node = user
 
 
 def _from_fused(positional: Positional, node: fx.Node) -> _Found:
-    q, k, v = node.args[:3]
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    q, k, v = cast("tuple[fx.Node, fx.Node, fx.Node]", node.args[:3])
+    mask: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
-    scale = node.kwargs.get("scale") or q.meta["val"].shape[-1] ** -0.5  # type: ignore[union-attr,operator]
+    scale: Any = node.kwargs.get("scale") or q.meta["val"].shape[-1] ** -0.5
     if mask is None:
         if not causal:
             raise _fail(node, "it is not causal")
-        return _Found(q, k, v, False, node, float(scale), 0, None)  # type: ignore[arg-type]
+        return _Found(q, k, v, False, node, float(scale), 0, None)
     if mask not in positional:
         raise _fail(node, "its mask depends on more than positions")
     tokens = min(OWN_LENGTH, positional.program.facts.max_context)
-    bias = positional.evaluate(mask, tokens)  # type: ignore[arg-type]
+    bias = positional.evaluate(mask, tokens)
     if bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape).masked_fill(~bias, float("-inf"))
-    heads = q.meta["val"].shape[1]  # type: ignore[union-attr]
+    heads = q.meta["val"].shape[1]
     window, slopes = _classify(bias.reshape(-1, tokens, tokens), heads, node, positional)
-    return _Found(q, k, v, False, node, float(scale), window, slopes)  # type: ignore[arg-type]
+    return _Found(q, k, v, False, node, float(scale), window, slopes)
 
 
 def _terms(
@@ -164,7 +171,8 @@ def _terms(
         or not torch.allclose(other[visible], line[visible], rtol=1e-4, atol=1e-4)
     ):
         raise _fail(softmax, "the scores are not scaled by one number")
-    # The difference of two rounded numbers carries their noise; without a bias the scale itself can be read off.
+    # The difference of two rounded numbers carries their noise; without a bias the scale itself can be read
+    # off.
     plain = at(1.0)[visible & (zero == 0)]
     if plain.numel():
         scale = float(plain.median())
@@ -189,19 +197,19 @@ def _classify(
         return window, None
     last = min(tokens, window or tokens) - 1
     noise = float(torch.where(visible, bias, 0.0).abs().max())
-    best: tuple[float, torch.Tensor] | None = None
-    for far in (1, last):
-        slopes = relative[:, last, last - far] / -far
-        expected = torch.where(visible, slopes[:, None, None] * distance, 0.0)
-        worst = float((relative - expected).abs().max())
-        if best is None or worst < best[0]:
-            best = (worst, slopes)
-    worst, slopes = best  # type: ignore[misc]
+    worst, slopes = float("inf"), relative[:, 0, 0]
+    for far in (1, last):  # from neighbours, and from the ends: whichever the rounding of the biases spares
+        candidate = relative[:, last, last - far] / -far
+        expected = torch.where(visible, candidate[:, None, None] * distance, 0.0)
+        error = float((relative - expected).abs().max())
+        if error < worst:
+            worst, slopes = error, candidate
     if worst > noise * 2**-8:
         raise _fail(node, "its bias is not linear in the distance", f"off by {worst:.3g} of {noise:.3g}")
     if worst > noise * 1e-5:
         positional.program.notes.append(
-            f"ALiBi in {node.meta.get('module')}: the source rounds its biases (by up to {worst:.2g}); the engine does not"
+            f"ALiBi in {node.meta.get('module')}: the source rounds its biases, by up to {worst:.2g}; "
+            "the engine does not"
         )
     return window, slopes.expand(heads).contiguous()
 

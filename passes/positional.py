@@ -31,7 +31,7 @@ _FILLS: dict[Any, float | None] = {
 
 def token_axes(value: torch.Tensor, tokens: torch.SymInt) -> list[int]:
     """The axes of a fake tensor whose size is the number of tokens T; CaptureError for a size like 2·T."""
-    axes = []
+    axes: list[int] = []
     for axis, size in enumerate(value.shape):
         if not isinstance(size, torch.SymInt):
             continue
@@ -122,14 +122,14 @@ class Positional:
                 fill = node.args[-1]  # type: ignore[assignment]
             shape = [self._number(size, tokens) for size in value.shape]  # type: ignore[union-attr]
             return torch.full(shape, fill, dtype=value.dtype)  # type: ignore[union-attr,arg-type]
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _number(self, value: Any, tokens: int) -> Any:
         if not isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat)):
             return value
         expression = value.node.expr
-        number = expression.subs({symbol: tokens for symbol in expression.free_symbols})
+        number = expression.subs(dict.fromkeys(expression.free_symbols, tokens))
         if isinstance(value, torch.SymBool):
             return bool(number)
         return int(number) if isinstance(value, torch.SymInt) else float(number)

@@ -213,7 +213,7 @@ class Program:
 
     def infer(self, node: fx.Node) -> fx.Node:
         """Set `meta["val"]` of a `call_function` node from its arguments' values, and return the node."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
         return node
@@ -336,7 +336,7 @@ class Execution(fx.Interpreter):
             value = self.env[node]
             return executed(value) if isinstance(value, Weight) else value
 
-        args, kwargs = fx.map_arg((n.args, n.kwargs), fetch)  # type: ignore[misc]
+        args, kwargs = fx.map_arg((n.args, n.kwargs), fetch)
         return args, kwargs
 
 

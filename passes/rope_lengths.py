@@ -46,7 +46,7 @@ def check_rope_types(config: Any) -> None:
 
 
 def exact_context(config: Any) -> int | None:
-    """The longest context at which one set of frequencies is the model's own at every length; None: no limit."""
+    """The longest context at which one set of frequencies is the model's own (None: any)."""
     lengths = [
         parameters.get("original_max_position_embeddings") or config.max_position_embeddings
         for parameters in _parameter_sets(config).values()
@@ -91,7 +91,7 @@ def fix_rope_lengths(model: Any, max_context: int) -> list[str]:
             note = (
                 f"rope type {kind}: the frequencies of {max_context} tokens serve every length"
                 if max_context > original
-                else f"rope type {kind}: the original frequencies, as {max_context} tokens are within {original}"
+                else f"rope type {kind}: the original frequencies ({max_context} of {original} tokens)"
             )
             if note not in notes:
                 notes.append(note)

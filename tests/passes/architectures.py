@@ -21,19 +21,20 @@ __all__ = ["ARCHITECTURES", "FAMILIES", "build", "folder", "randomise", "save"]
 transformers_logging.disable_progress_bar()
 
 VOCAB = 131
-#: hidden 40, head size 12 (not hidden / heads), feed-forward 72; window 8; context 256.
+# fmt: off
+_TOKENS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_CONTEXT = {"max_position_embeddings": 256}
+_SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 72}
+#: hidden 40, head size 12 (not hidden / heads), feed-forward 72, context 256.
 BASE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": 0, "tie_word_embeddings": False,
-}  # fmt: skip
+    **_TOKENS, **_CONTEXT, **_SHAPE, "hidden_size": 40, "head_dim": 12, "tie_word_embeddings": False,
+}
 #: the same where a head is hidden / heads.
 EVEN = {**BASE, "hidden_size": 48}
-GPT: dict[str, Any] = {
-    "vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 100,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+GPT: dict[str, Any] = {**_TOKENS, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 100}
 SLIDING = {"sliding_window": 8}
+_FALCON = {**_TOKENS, **_CONTEXT, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 48}
+_FULL, _WINDOWED = "full_attention", "sliding_attention"
 
 #: name -> (model type, configuration). The part of a name before a dash is the family.
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,55 +42,78 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**BASE, **SLIDING}),
     "qwen2": ("qwen2", {**EVEN, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", BASE),
-    "gemma2": ("gemma2", {**BASE, **SLIDING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
-                          "query_pre_attn_scalar": 20, "tie_word_embeddings": True}),
-    "gemma3_text": ("gemma3_text", {**BASE, **SLIDING, "num_hidden_layers": 3, "query_pre_attn_scalar": 20,
-                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-                    "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {
+        **BASE, **SLIDING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
+    }),
+    "gemma3_text": ("gemma3_text", {
+        **BASE, **SLIDING, "num_hidden_layers": 3, "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
+        "layer_types": [_WINDOWED, _FULL, _WINDOWED],
+    }),
     "gpt2": ("gpt2", {**GPT, "scale_attn_by_inverse_layer_idx": True}),
     "opt": ("opt", {**EVEN, "ffn_dim": 100, "word_embed_proj_dim": 24, "do_layer_norm_before": True}),
-    "opt-postnorm": ("opt", {**EVEN, "ffn_dim": 100, "word_embed_proj_dim": 48, "do_layer_norm_before": False}),
+    "opt-postnorm": ("opt", {
+        **EVEN, "ffn_dim": 100, "word_embed_proj_dim": 48, "do_layer_norm_before": False,
+    }),
     "phi": ("phi", {**EVEN, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
     "phi3": ("phi3", {**EVEN, **SLIDING, "partial_rotary_factor": 0.5}),
     "gpt_neox": ("gpt_neox", {**EVEN, "rotary_pct": 0.5, "use_parallel_residual": True}),
     "gpt_neox-sequential": ("gpt_neox", {**EVEN, "rotary_pct": 0.25, "use_parallel_residual": False}),
     "gptj": ("gptj", {**GPT, "rotary_dim": 6}),
-    "stablelm": ("stablelm", {**EVEN, "use_qkv_bias": True, "qk_layernorm": True, "partial_rotary_factor": 0.5}),
+    "stablelm": ("stablelm", {
+        **EVEN, "use_qkv_bias": True, "qk_layernorm": True, "partial_rotary_factor": 0.5,
+    }),
     "stablelm-parallel": ("stablelm", {**EVEN, "use_parallel_residual": True, "partial_rotary_factor": 0.5}),
     "olmo2": ("olmo2", EVEN),
-    "cohere2": ("cohere2", {**BASE, **SLIDING, "logit_scale": 0.3, "num_hidden_layers": 4, "sliding_window_pattern": 2,
-                            "layer_types": ["sliding_attention", "full_attention"] * 2}),
-    "granite": ("granite", {**EVEN, "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7,
-                            "logits_scaling": 1.7}),
+    "cohere2": ("cohere2", {
+        **BASE, **SLIDING, "logit_scale": 0.3, "num_hidden_layers": 4, "layer_types": [_WINDOWED, _FULL] * 2,
+    }),
+    "granite": ("granite", {
+        **EVEN, "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7,
+        "logits_scaling": 1.7,
+    }),
     "smollm3": ("smollm3", {**EVEN, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
     "starcoder2": ("starcoder2", {**EVEN, **SLIDING, "use_bias": True}),
-    "exaone4": ("exaone4", {**EVEN, **SLIDING, "num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
+    "exaone4": ("exaone4", {
+        **EVEN, **SLIDING, "num_hidden_layers": 4, "layer_types": [_WINDOWED] * 3 + [_FULL],
+    }),
     "mixtral": ("mixtral", {**BASE, "num_local_experts": 8, "num_experts_per_tok": 2}),
-    "qwen3_moe": ("qwen3_moe", {**BASE, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
-                                "norm_topk_prob": True, "mlp_only_layers": [1], "decoder_sparse_step": 1}),
-    "gpt_oss": ("gpt_oss", {**BASE, **SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2,
-                            "layer_types": ["sliding_attention", "full_attention"]}),
-    "deepseek_v3": ("deepseek_v3", {**BASE, "num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 20,
-                    "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 14,
-                    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
-                    "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_shared_experts": 1,
-                    "routed_scaling_factor": 1.5, "norm_topk_prob": True}),
-    "bloom": ("bloom", {"vocab_size": VOCAB, "hidden_size": 72, "n_layer": 2, "n_head": 6, "bos_token_id": 1,
-                        "eos_token_id": 2, "pad_token_id": 0, "seq_length": 256}),
-    "bloom-postnorm": ("bloom", {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 4, "seq_length": 256,
-                                 "apply_residual_connection_post_layernorm": True, "bos_token_id": 1, "eos_token_id": 2}),
-    "mpt": ("mpt", {"vocab_size": VOCAB, "d_model": 72, "n_layers": 2, "n_heads": 6, "expansion_ratio": 2,
-                    "max_seq_len": 256, "attn_config": {"alibi": True, "softmax_scale": 0.3, "clip_qkv": 2.0}}),
-    "falcon": ("falcon", {"vocab_size": VOCAB, "hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6,
-                          "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True,
-                          "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 256}),
-    "falcon-multiquery": ("falcon", {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-                                     "alibi": False, "multi_query": True, "parallel_attn": True, "bias": False,
-                                     "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 256}),
-    "falcon-grouped": ("falcon", {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-                                  "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False, "bias": False,
-                                  "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 256}),
-}  # fmt: skip
+    "qwen3_moe": ("qwen3_moe", {
+        **BASE, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+        "norm_topk_prob": True, "mlp_only_layers": [1], "decoder_sparse_step": 1,
+    }),
+    "gpt_oss": ("gpt_oss", {
+        **BASE, **SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "layer_types": [_WINDOWED, _FULL],
+    }),
+    "deepseek_v3": ("deepseek_v3", {
+        **BASE, "num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 20,
+        "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 14,
+        "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_shared_experts": 1,
+        "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+    }),
+    "bloom": ("bloom", {**_TOKENS, "hidden_size": 72, "n_layer": 2, "n_head": 6, "seq_length": 256}),
+    "bloom-postnorm": ("bloom", {
+        **_TOKENS, "hidden_size": 48, "n_layer": 2, "n_head": 4, "seq_length": 256,
+        "apply_residual_connection_post_layernorm": True,
+    }),
+    "mpt": ("mpt", {
+        **_TOKENS, "d_model": 72, "n_layers": 2, "n_heads": 6, "expansion_ratio": 2, "max_seq_len": 256,
+        "attn_config": {"alibi": True, "softmax_scale": 0.3, "clip_qkv": 2.0},
+    }),
+    "falcon": ("falcon", {
+        **_FALCON, "hidden_size": 72, "num_attention_heads": 6, "alibi": True, "multi_query": False,
+        "parallel_attn": False, "bias": True,
+    }),
+    "falcon-multiquery": ("falcon", {
+        **_FALCON, "alibi": False, "multi_query": True, "parallel_attn": True, "bias": False,
+    }),
+    "falcon-grouped": ("falcon", {
+        **_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False, "bias": False,
+    }),
+}
+# fmt: on
 
 
 def randomise(model: PreTrainedModel, seed: int = 0, matrix_std: float = 0.2) -> PreTrainedModel:
@@ -113,7 +137,8 @@ def build(model_type: str, seed: int = 0, matrix_std: float = 0.2, **config: Any
     """An eager float32 model in evaluation mode of a configuration, with random weights."""
     configuration = AutoConfig.for_model(model_type, **config)
     torch.manual_seed(seed)
-    # Falcon's eager attention adds its ALiBi biases twice (in the mask and to the scores); its default adds them once.
+    # Falcon's eager attention adds its ALiBi biases twice (in the mask and to the scores); its default adds
+    # them once.
     attention = "sdpa" if model_type == "falcon" else "eager"
     model = AutoModelForCausalLM.from_config(
         configuration, attn_implementation=attention, dtype=torch.float32
