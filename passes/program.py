@@ -134,6 +134,13 @@ class Program:
         program._tokens = self._tokens
         return program
 
+    def replace(self, other: Program) -> None:
+        """Become another form of the same model: its graph, weights and stage. Notes and facts stay."""
+        self.graph_module = other.graph_module
+        self.weights = other.weights
+        self.stage = other.stage
+        self._fake_mode, self._tokens = other._fake_mode, other._tokens
+
     # Weights.
 
     def weight_of(self, node: fx.Node) -> Weight:
