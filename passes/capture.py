@@ -27,11 +27,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from enginewright.passes import dialect  # noqa: F401  (registers the ops)
 from enginewright.passes.capture_hooks import NAME, hooked
-from enginewright.passes.checkpoint import Source, open_source
+from enginewright.passes.checkpoint import Source
 from enginewright.passes.in_place import make_functional
 from enginewright.passes.own_attention import recognise_attention
 from enginewright.passes.program import ModelFacts, Program, Stage
 from enginewright.passes.rope_lengths import check_rope_types, exact_context, fix_rope_lengths
+from enginewright.passes.source import open_source
 from enginewright.passes.weights import ConstantTensor, Weight
 from enginewright.recipes.errors import CaptureError, EnginewrightError, InputError
 

@@ -41,9 +41,9 @@ import torch
 from gguf.quants import Q4_K
 from gguf.quants import dequantize as gguf_dequantize
 
-from enginewright.passes.checkpoint import _check, _tie
 from enginewright.passes.kept import Held, Parts
 from enginewright.passes.quant_formats import FORMATS
+from enginewright.passes.weight_names import check_bound, tie
 from enginewright.passes.weights import Weight, concatenated, transposed
 from enginewright.recipes.errors import EnginewrightError, InputError
 
@@ -375,9 +375,9 @@ class GgufSource:
             else:
                 pieces.setdefault(name, []).append(arrange(name, self.file, entry))
         bound = {name: _joined(name, parts) for name, parts in pieces.items()}
-        notes = list(self.notes) + _tie(model, bound, wanted)
+        notes = list(self.notes) + tie(model, bound, wanted)
         present: dict[str, Any] = dict.fromkeys(self.file.entries)
-        _check(bound, wanted, present, unused, str(self.path), model)
+        check_bound(bound, wanted, present, unused, str(self.path), model)
         surprising = [name for name in unused if not name.startswith("rope_freqs")]
         if surprising:
             shown = ", ".join(surprising[:4]) + (", …" if len(surprising) > 4 else "")

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from enginewright.passes.capture import capture
 from enginewright.passes.capture_hooks import classify_mask, recognise_gate
+from enginewright.passes.checkpoint import HuggingFaceFolder
 from enginewright.passes.legality import check
 from enginewright.passes.matching import argument
 from enginewright.passes.normalise import Normalise
@@ -249,7 +250,7 @@ def test_an_unknown_rope_type_is_an_error(tmp_path, spelling):
 def test_what_does_not_fit_is_refused_by_name(tmp_path, model_type, config, reason):
     AutoConfig.for_model(model_type, **config).save_pretrained(tmp_path)
     with pytest.raises(CaptureError, match=reason) as error:
-        capture(tmp_path)
+        capture(HuggingFaceFolder(tmp_path))
     assert model_type in str(error.value)
 
 
@@ -265,13 +266,13 @@ def test_quantised_folders_are_refused(tmp_path):
 
 
 def test_folders_that_are_none(tmp_path):
-    with pytest.raises(InputError, match="no model folder"):
+    with pytest.raises(InputError, match="no model"):
         capture(tmp_path / "missing")
     with pytest.raises(InputError, match="not a Hugging Face model folder"):
-        capture(tmp_path)
+        HuggingFaceFolder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(InputError, match="no_such_model"):
-        capture(tmp_path)
+        HuggingFaceFolder(tmp_path)
 
 
 def test_the_context_is_limited_by_learned_positions():

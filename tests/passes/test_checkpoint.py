@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from enginewright.passes.capture import capture
-from enginewright.passes.checkpoint import HuggingFaceFolder, open_source
+from enginewright.passes.checkpoint import HuggingFaceFolder
 from enginewright.passes.weights import CheckpointTensor, Computed, Stacked
 from enginewright.recipes.errors import InputError
 from tests.passes.architectures import ARCHITECTURES, VOCAB, folder
@@ -53,7 +53,7 @@ def test_nothing_is_read_before_it_is_asked_for(single, monkeypatch):
     def never(*args):
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr("enginewright.passes.checkpoint.SafetensorsFile.read", never)
+    monkeypatch.setattr("enginewright.passes.weight_files.SafetensorsFile.read", never)
     program = capture(single)
     assert isinstance(program.weights["lm_head.weight"], CheckpointTensor)
 
@@ -244,8 +244,7 @@ def test_a_head_that_differs_although_the_configuration_ties_it_is_kept_apart(tm
 
 
 def test_an_untied_head_is_never_tied(single):
-    source = open_source(single)
-    assert isinstance(source, HuggingFaceFolder)
+    source = HuggingFaceFolder(single)
     program = capture(source)
     assert program.weights["lm_head.weight"] is not program.weights["model.embed_tokens.weight"]
     rewritten(single, **{"lm_head.weight": None})
