@@ -16,38 +16,28 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from enginewright.passes import dialect  # noqa: F401  (registers the ops)
 from enginewright.passes.capture_hooks import NAME, hooked
 from enginewright.passes.checkpoint import Source
 from enginewright.passes.in_place import make_functional
+from enginewright.passes.meta_model import build_on_meta, fake_weights, fill_buffers, first_line
 from enginewright.passes.own_attention import recognise_attention
 from enginewright.passes.program import ModelFacts, Program, Stage
-from enginewright.passes.rope_lengths import check_rope_types, exact_context, fix_rope_lengths
+from enginewright.passes.rope_lengths import check_rope_types, fix_rope_lengths
 from enginewright.passes.source import open_source
+from enginewright.passes.supported import refuse_unsupported, resolve_context
 from enginewright.passes.weights import ConstantTensor, Weight
-from enginewright.recipes.errors import CaptureError, EnginewrightError, InputError
+from enginewright.recipes.errors import CaptureError, EnginewrightError
 
 __all__ = ["capture"]
 
 _TRACED_TOKENS = 24
-_CONTEXT_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "max_sequence_length",
-    "seq_length",
-    "n_ctx",
-)
-_DEFAULT_CONTEXT = 2048
 
 
 class _Untraceable(CaptureError):
@@ -89,161 +79,6 @@ def capture(source: str | Path | Source, max_context: int | None = None) -> Prog
     raise refused or CaptureError(f"no attention was found in {type(model).__name__}")
 
 
-def refuse_unsupported(config: Any) -> None:
-    """Raise CaptureError for kinds of models that are known not to fit one causal pass over tokens."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    name = config.model_type
-
-    def refuse(reason: str, found: object, action: str | None = None) -> None:
-        raise CaptureError(f"{name} models are not supported: {reason}", found=found, action=action)
-
-    if getattr(config, "is_encoder_decoder", False):
-        refuse("an encoder-decoder reads a second sequence", "is_encoder_decoder in config.json")
-    parts = [
-        key
-        for key in ("text_config", "vision_config", "audio_config")
-        if getattr(config, key, None) is not None
-    ]
-    if parts:
-        refuse(
-            "a model of several modalities holds more than a language model",
-            ", ".join(parts),
-            "save its language model alone as a folder of its own and build from that"
-            if "text_config" in parts
-            else None,
-        )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        refuse("transformers has no causal language model of this type", f"model_type {name!r}")
-    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if getattr(architecture, "_is_stateful", False):
-        refuse("some layers carry a recurrent state instead of keys and values", architecture.__name__)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None):
-        refuse(
-            "chunked attention restarts its view at fixed positions, which no window expresses",
-            f"attention_chunk_size {getattr(config, 'attention_chunk_size', None)}",
-        )
-    other = kinds - {"full_attention", "sliding_attention"}
-    if other:
-        refuse("some layers are neither full nor sliding attention", ", ".join(sorted(other)))
-    if not getattr(config, "is_causal", True):
-        refuse("its attention is bidirectional", "is_causal false in config.json")
-
-
-def resolve_context(config: Any, stated: int | None) -> tuple[int, list[str]]:
-    """The engine's limit in tokens, and notes. Learned positions cannot be exceeded; RoPE may be, with a
-    note.
-    """
-    own = next((int(getattr(config, key)) for key in _CONTEXT_KEYS if getattr(config, key, None)), None)
-    if stated is None:
-        if own is None:
-            return _DEFAULT_CONTEXT, [
-                f"the configuration states no context length: {_DEFAULT_CONTEXT} tokens are taken; "
-                "set max_context to change it"
-            ]
-        exact = exact_context(config)
-        if exact is not None and exact < own:
-            return exact, [
-                f"the model's rotary frequencies change beyond {exact} tokens, which is taken as the maximum "
-                f"context; set max_context (up to {own}) to use the ones for longer texts at every length"
-            ]
-        return own, []
-    if stated < 2:
-        raise InputError("max_context is too small", found=stated, expected="2 or more tokens")
-    if own is not None and stated > own:
-        return stated, [f"max_context {stated} is longer than the {own} tokens that the configuration states"]
-    return stated, []
-
-
-def build_on_meta(config: Any) -> Any:
-    """The transformers model in float32 on meta tensors, set to the hooks where it knows transformers'
-    interfaces.
-    """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except EnginewrightError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"transformers cannot build a {config.model_type} model from this configuration",
-            found=_first_line(error),
-        ) from error
-    model.eval()
-    return model
-
-
-def fill_buffers(model: Any) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies, normalisers), in place; the rest
-    stays on meta.
-    """
-    owners = []
-    persistent = set(model.state_dict())
-    for path, module in model.named_modules():
-        mine = [
-            key
-            for key, value in module._buffers.items()
-            if value is not None and _join(path, key) not in persistent
-        ]
-        if not mine:
-            continue
-        for key in mine:
-            module._buffers[key] = torch.empty_like(module._buffers[key], device="cpu")
-        owners.append(module)
-    with torch.no_grad():
-        for module in owners:
-            module._is_hf_initialized = False
-            _owner_model(model, module)._init_weights(module)
-
-
-def _owner_model(model: Any, module: Any) -> Any:
-    """The innermost PreTrainedModel that holds a module."""
-    from transformers import PreTrainedModel
-
-    owner = model
-    for candidate in model.modules():
-        if isinstance(candidate, PreTrainedModel) and any(m is module for m in candidate.modules()):
-            owner = candidate
-    return owner
-
-
-def fake_weights(model: Any, weights: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
-    """Turn meta tensors into fake ones on the CPU, so that real buffers and they may meet; returns the real
-    buffers by path.
-
-    Parameters are shared exactly where their bound weights are: a tie that the checkpoint does not keep is
-    cut.
-    """
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    made: dict[Any, torch.nn.Parameter] = {}
-    buffers = {}
-    for path, module in model.named_modules():
-        for key, value in module._parameters.items():
-            if value is None:
-                continue
-            bound = weights.get(_join(path, key))
-            shared = id(value if bound is None else bound)
-            if shared not in made:
-                with mode:
-                    fake = torch.empty(value.shape, dtype=value.dtype)
-                made[shared] = torch.nn.Parameter(fake, requires_grad=False)
-            module._parameters[key] = made[shared]
-        for key, value in module._buffers.items():
-            if value is not None and value.device.type == "meta":
-                with mode:
-                    module._buffers[key] = torch.empty(value.shape, dtype=value.dtype)
-            elif value is not None:
-                buffers[_join(path, key)] = value
-    return buffers
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
 class _Logits(torch.nn.Module):
     """The model as a function of tokens and positions. The model makes its own positions, as it does for its
     users: whatever it makes must turn out to depend on positions alone. The input stands for them in the
@@ -282,7 +117,7 @@ def trace(model: Any, context: int, attention: str) -> torch.export.ExportedProg
             cause = cause.__cause__ or cause.__context__
         raise _Untraceable(
             f"{type(model).__name__} cannot be traced for a varying number of tokens",
-            found=_first_line(error),
+            found=first_line(error),
         ) from error
 
 
@@ -303,11 +138,6 @@ def _quiet() -> Any:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 # From an exported program to a Program.
