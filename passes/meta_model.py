@@ -52,7 +52,7 @@ def fill_buffers(model: Any) -> None:
     stays on meta, and is an error only if the trace uses it.
     """
     persistent = set(model.state_dict())
-    owners: dict[torch.nn.Module, list[str]] = {}
+    owners: dict[Any, list[str]] = {}
     for path, module in model.named_modules():
         for key, value in module._buffers.items():
             if value is not None and _join(path, key) not in persistent:
