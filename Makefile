@@ -51,7 +51,13 @@ test: $(VENV)/.test
 	@$(BIN)/python -m pytest -m "not slow"
 
 lint: $(VENV)/.test
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy -p enginewright
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@# mypy does not follow the editable install's redirections: show it the package's layout as links.
+	@mkdir -p build/types/enginewright && for part in recipes passes backends runtime; do \
+	    ln -sfn ../../../$$part build/types/enginewright/$$part; done
+	@ln -sf ../../../src/enginewright/*.py ../../../src/enginewright/py.typed build/types/enginewright/
+	@MYPYPATH=build/types $(BIN)/mypy -p enginewright -p enginewright.recipes -p enginewright.passes \
+	    -p enginewright.backends -p enginewright.runtime
 
 proof: $(VENV)/.test
 	@echo "-- the full tables; figures are written to docs/proof.md by hand from what is printed"

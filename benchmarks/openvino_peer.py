@@ -1,7 +1,7 @@
 """OpenVINO GenAI's side of peers.py; run by the Python of an environment that has openvino-genai.
 
-    python openvino_peer.py speed MODEL_FOLDER      tokens/s at batch 1, 16, 32 and prefill of 512, one JSON object
-    python openvino_peer.py logits MODEL_FOLDER IN.npy OUT.npy    logits [T, vocab] of the token ids in IN (one sequence)
+python openvino_peer.py speed MODEL_FOLDER      tokens/s at batch 1, 16, 32 and prefill of 512, one JSON object
+python openvino_peer.py logits MODEL_FOLDER IN.npy OUT.npy    logits [T, vocab] of the token ids in IN (one sequence)
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def speed(folder: str) -> None:
         config.max_new_tokens = new
         config.ignore_eos = True
         config.do_sample = False
-        prompts = [ov.Tensor(np.array([[random.randint(1000, 40000) for _ in range(prompt)]])) for _ in range(count)]
+        prompts = [
+            ov.Tensor(np.array([[random.randint(1000, 40000) for _ in range(prompt)]])) for _ in range(count)
+        ]
         started = time.perf_counter()
         pipeline.generate(prompts, [config] * count)
         return time.perf_counter() - started

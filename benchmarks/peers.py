@@ -25,7 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-WORK = {"decode_1": "decode, batch 1", "decode_16": "decode, batch 16", "decode_32": "decode, batch 32", "prefill_512": "prefill 512"}
+WORK = {
+    "decode_1": "decode, batch 1",
+    "decode_16": "decode, batch 16",
+    "decode_32": "decode, batch 32",
+    "prefill_512": "prefill 512",
+}
 
 
 def _json(command: list[str]) -> dict:
@@ -37,8 +42,35 @@ def _json(command: list[str]) -> dict:
 
 def ours(engine: str) -> dict[str, float]:
     """Tokens/s of this project: 64 new tokens after 128, and a prompt of 512."""
-    base = [sys.executable, "-m", "enginewright", "bench", engine, "--json", "--repeat", "3", "--threads", "2", "--weights", "copy"]
-    decode = _json([*base, "--batch", "1", "--batch", "16", "--batch", "32", "--prompt-tokens", "128", "--new-tokens", "64"])
+    base = [
+        sys.executable,
+        "-m",
+        "enginewright",
+        "bench",
+        engine,
+        "--json",
+        "--repeat",
+        "3",
+        "--threads",
+        "2",
+        "--weights",
+        "copy",
+    ]
+    decode = _json(
+        [
+            *base,
+            "--batch",
+            "1",
+            "--batch",
+            "16",
+            "--batch",
+            "32",
+            "--prompt-tokens",
+            "128",
+            "--new-tokens",
+            "64",
+        ]
+    )
     prefill = _json([*base, "--batch", "1", "--prompt-tokens", "512", "--new-tokens", "1"])
     figures = {f"decode_{entry['batch']}": entry["tokens_per_second"] for entry in decode["decode"]}
     figures["prefill_512"] = prefill["prefill"][0]["tokens_per_second"]
@@ -50,7 +82,10 @@ def llama(program: str, model: str) -> dict[str, float]:
     """Tokens/s of llama-bench: 64 new tokens after 128, and a prompt of 512."""
     command = [program, "-m", model, "-t", "2", "-ngl", "0", "-r", "3", "-o", "json"]
     out = {}
-    for key, options in (("decode_1", ["-p", "0", "-n", "64", "-d", "128"]), ("prefill_512", ["-p", "512", "-n", "0"])):
+    for key, options in (
+        ("decode_1", ["-p", "0", "-n", "64", "-d", "128"]),
+        ("prefill_512", ["-p", "512", "-n", "0"]),
+    ):
         done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
         out[key] = float(json.loads(done.stdout)[0]["avg_ts"])
     return out
@@ -126,23 +161,41 @@ def main(
         for name, figures in runs.items()
     }
     bandwidth = statistics.median(figure["read_bandwidth_gbs"] for figure in runs["enginewright"])
-    table = Table("tokens/s, two threads", *speeds, title=f"medians of {rounds} alternating rounds, read bandwidth {bandwidth:.1f} GB/s")
+    table = Table(
+        "tokens/s, two threads",
+        *speeds,
+        title=f"medians of {rounds} alternating rounds, read bandwidth {bandwidth:.1f} GB/s",
+    )
     for key, label in WORK.items():
         cells = []
         for name in speeds:
             value = speeds[name].get(key)
-            ratio = "" if name == "enginewright" or not value else f" (ours is {speeds['enginewright'][key] / value:.2f}×)"
+            ratio = (
+                ""
+                if name == "enginewright" or not value
+                else f" (ours is {speeds['enginewright'][key] / value:.2f}×)"
+            )
             cells.append(f"{value:,.0f}{ratio}" if value else "–")
         table.add_row(label, *cells)
     for row in ("mean KL to fp32", "weights", "head"):
         table.add_row(row, *(str(quality[name][row]) for name in speeds))
     Console(width=140).print(table)
     if out:
-        out.write_text(json.dumps({"speeds": speeds, "runs": runs, "quality": quality, "read_bandwidth_gbs": bandwidth}, indent=1))
+        out.write_text(
+            json.dumps(
+                {"speeds": speeds, "runs": runs, "quality": quality, "read_bandwidth_gbs": bandwidth},
+                indent=1,
+            )
+        )
 
 
 def _quality(
-    model: str, engine: str, llama_model: str | None, openvino_python: str | None, openvino_model: str | None, peer: str
+    model: str,
+    engine: str,
+    llama_model: str | None,
+    openvino_python: str | None,
+    openvino_model: str | None,
+    peer: str,
 ) -> dict[str, dict[str, str]]:
     import enginewright
 
@@ -160,13 +213,24 @@ def _quality(
     if llama_model:
         path = Path(llama_model)
         kl = mean_kl(reference, transformers_logits(ids, str(path.parent), path.name))
-        quality["llama.cpp"] = {"mean KL to fp32": f"{kl:.4f} (weights alone)", "weights": "Q4_0, group 32", "head": "as the file has it"}
+        quality["llama.cpp"] = {
+            "mean KL to fp32": f"{kl:.4f} (weights alone)",
+            "weights": "Q4_0, group 32",
+            "head": "as the file has it",
+        }
     if openvino_python and openvino_model:
         with tempfile.TemporaryDirectory() as folder:
             np.save(f"{folder}/in.npy", ids)
-            subprocess.run([openvino_python, peer, "logits", openvino_model, f"{folder}/in.npy", f"{folder}/out.npy"], check=True)
+            subprocess.run(
+                [openvino_python, peer, "logits", openvino_model, f"{folder}/in.npy", f"{folder}/out.npy"],
+                check=True,
+            )
             kl = mean_kl(reference, np.load(f"{folder}/out.npy"))
-        quality["OpenVINO GenAI"] = {"mean KL to fp32": f"{kl:.4f}", "weights": "int4, group 64", "head": "int8"}
+        quality["OpenVINO GenAI"] = {
+            "mean KL to fp32": f"{kl:.4f}",
+            "weights": "int4, group 64",
+            "head": "int8",
+        }
     return quality
 
 

@@ -53,7 +53,9 @@ def _convert_gemma3(out: Path) -> None:
 def _package_folder(name: str) -> Path:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise PackageMissing(f"the package {name.replace('_', '-')} is not installed (pip install --no-deps {name.replace('_', '-')})")
+        raise PackageMissing(
+            f"the package {name.replace('_', '-')} is not installed (pip install --no-deps {name.replace('_', '-')})"
+        )
     return Path(spec.origin).parent
 
 

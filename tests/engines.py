@@ -33,7 +33,9 @@ def load(model: str, recipe: str, *overrides: str, **options: object) -> Engine:
 def _eager(model: str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(MODELS[model](), dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        MODELS[model](), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def eager_logits(model: str, tokens: list[int]) -> np.ndarray:

@@ -54,18 +54,29 @@ def test_optimize_inspect_generate(built: Path) -> None:
         assert word in shown.output
     text = run_engine("generate", built, "w5 w6 w7", "--max-tokens", 5, "--ignore-eos")
     assert text.exit_code == 0, text.output
-    lines = run_engine("generate", built, "w5 w6 w7", "w8", "--max-tokens", 5, "--ignore-eos", "--json").output.splitlines()
+    lines = run_engine(
+        "generate", built, "w5 w6 w7", "w8", "--max-tokens", 5, "--ignore-eos", "--json"
+    ).output.splitlines()
     objects = [json.loads(line) for line in lines]
     assert [entry["prompt"] for entry in objects] == ["w5 w6 w7", "w8"]
     for entry in objects:
-        assert {"prompt", "prompt_token_ids", "token_ids", "logprobs", "text", "finish_reason"} <= entry.keys()
+        assert {
+            "prompt",
+            "prompt_token_ids",
+            "token_ids",
+            "logprobs",
+            "text",
+            "finish_reason",
+        } <= entry.keys()
         assert len(entry["token_ids"]) == len(entry["logprobs"]) == 5
         assert entry["finish_reason"] == "length"
     assert objects[0]["text"].strip() in text.output
 
 
 def test_json_reports_the_build(tmp_path: Path) -> None:
-    result = CliRunner().invoke(optimize, [str(folder("qwen2")), "--recipe", "fp32", "-o", str(tmp_path / "e"), "--json"])
+    result = CliRunner().invoke(
+        optimize, [str(folder("qwen2")), "--recipe", "fp32", "-o", str(tmp_path / "e"), "--json"]
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["manifest"]["verification"]["verdict"] == "passed"
@@ -73,7 +84,9 @@ def test_json_reports_the_build(tmp_path: Path) -> None:
 
 
 def test_dump_writes_a_graph_after_every_pass(tmp_path: Path) -> None:
-    result = run_optimize(folder("llama"), "--recipe", "fp32", "-o", tmp_path / "e", "--dump", tmp_path / "graphs", "--json")
+    result = run_optimize(
+        folder("llama"), "--recipe", "fp32", "-o", tmp_path / "e", "--dump", tmp_path / "graphs", "--json"
+    )
     assert result.exit_code == 0, result.output
     names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
     assert len(names) >= 10
@@ -95,13 +108,13 @@ def test_list_recipes() -> None:
         (["{model}", "--recipe", "int5"], ["int5", "int4"]),
         (["{model}", "--set", "linear.wieght=int8"], ["wieght", "weight"]),
         (["{model}", "--set", "linear.weight=int5"], ["int5"]),
-        (["{model}", "--set", "linear.weight"], ["key=value"]),
+        (["{model}", "--set", "linear.weight"], ["KEY=VALUE"]),
         (["{model}", "--backend", "abacus"], ["abacus", "cpu"]),
-        (["{model}", "--set", "max_context=100000"], ["100000"]),
+        (["{learned}", "--set", "max_context=100000"], ["100000", "256"]),
     ],
 )
 def test_bad_input_is_refused(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
-    filled = [argument.format(model=folder("llama")) for argument in arguments]
+    filled = [argument.format(model=folder("llama"), learned=folder("gpt2")) for argument in arguments]
     refused(run_optimize(*filled, "-o", tmp_path / "engine"), *words)
     nothing_left(tmp_path)
 
@@ -109,7 +122,9 @@ def test_bad_input_is_refused(tmp_path: Path, arguments: list[str], words: list[
 def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
     model = tmp_path / "bert"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]})
+    )
     refused(run_optimize(model, "-o", tmp_path / "engine"), "bert")
     nothing_left(tmp_path, "bert")
 
@@ -117,7 +132,9 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
 def test_a_hybrid_is_refused_by_name(tmp_path: Path) -> None:
     model = tmp_path / "mamba"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
+    )
     refused(run_optimize(model, "-o", tmp_path / "engine"), "mamba")
 
 
@@ -162,12 +179,19 @@ def test_a_failed_verification_publishes_nothing(tmp_path: Path) -> None:
     nothing_left(tmp_path)
     allowed = run_optimize(folder("llama"), *strict, "--allow-unverified")
     assert allowed.exit_code == 0, allowed.output
-    assert json.loads((tmp_path / "engine" / "engine.json").read_text())["verification"]["verdict"] == "failed"
+    assert (
+        json.loads((tmp_path / "engine" / "engine.json").read_text())["verification"]["verdict"] == "failed"
+    )
 
 
 @pytest.mark.parametrize("delay", [0.5, 4.0, 7.0])
 def test_ctrl_c_leaves_nothing(tmp_path: Path, delay: float) -> None:
-    command = [sys.executable, "-c", "from enginewright.cli import optimize; optimize()", str(folder("gemma3_text"))]
+    command = [
+        sys.executable,
+        "-c",
+        "from enginewright.cli import optimize; optimize()",
+        str(folder("gemma3_text")),
+    ]
     process = subprocess.Popen([*command, "-o", str(tmp_path / "engine")], stderr=subprocess.PIPE, text=True)
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
@@ -184,7 +208,12 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, delay: float) -> None:
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True).returncode != 0:
+    if (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True
+        ).returncode
+        != 0
+    ):
         pytest.skip("this machine does not let a test mount a file system")
     try:
         refused(run_optimize(folder("llama"), "--recipe", "fp32", "-o", small / "engine"), "disk is full")

@@ -12,7 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-LAYERS, HIDDEN, FFN, VOCAB = 28, 2048, 5632, 32000  # 1.5e9 parameters, heads of 128, two key/value heads of sixteen
+LAYERS, HIDDEN, FFN, VOCAB = (
+    28,
+    2048,
+    5632,
+    32000,
+)  # 1.5e9 parameters, heads of 128, two key/value heads of sixteen
 
 
 def write_model(folder: Path) -> int:
@@ -48,7 +53,11 @@ def write_model(folder: Path) -> int:
             prefix + "mlp.down_proj.weight": (HIDDEN, FFN), prefix + "input_layernorm.weight": (HIDDEN,),
             prefix + "post_attention_layernorm.weight": (HIDDEN,),
         })  # fmt: skip
-    ends = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    ends = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "lm_head.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
     shard("ends.safetensors", ends)
     document = {"metadata": {"total_size": total}, "weight_map": index}
     (folder / "model.safetensors.index.json").write_text(json.dumps(document))
@@ -65,11 +74,15 @@ def test_peak_memory_of_a_large_build(tmp_path: Path) -> None:
         "print(json.dumps({'peak': peak, 'seconds': report.seconds, 'verification': report.verification}))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "model"), str(tmp_path / "engine")], capture_output=True, text=True
+        [sys.executable, "-c", program, str(tmp_path / "model"), str(tmp_path / "engine")],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
-    print(f"{size / 1e9:.2f} GB of bf16 weights, peak {figures['peak'] / 1e9:.2f} GB, {figures['seconds']:.0f} s")
+    print(
+        f"{size / 1e9:.2f} GB of bf16 weights, peak {figures['peak'] / 1e9:.2f} GB, {figures['seconds']:.0f} s"
+    )
     print(figures["verification"])
     assert figures["peak"] <= size + 2e9
     run = subprocess.run(

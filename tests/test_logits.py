@@ -29,7 +29,9 @@ def compare(model: str, lengths: list[int], chunks: list[int | None], decoded: i
             assert_same(reference[:length], whole)
             for chunk in chunks:
                 pieces = engine.logits([tokens[:length]], chunk_size=chunk)[0]
-                assert np.array_equal(pieces.view(np.int32), whole.view(np.int32)), f"{length} tokens in chunks of {chunk}"
+                assert np.array_equal(pieces.view(np.int32), whole.view(np.int32)), (
+                    f"{length} tokens in chunks of {chunk}"
+                )
         steps = engine.logits([tokens[: 16 + decoded]], chunk_size=1)[0]
         assert_same(reference[: 16 + decoded], steps)
 

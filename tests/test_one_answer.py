@@ -29,7 +29,9 @@ def test_alone_among_others_in_chunks_and_by_threads(recipe: str) -> None:
         for index in (0, 5, 31):
             for chunk in (1, 7, 64, None):
                 alone = engine.logits([prompts[index]], chunk_size=chunk)[0]
-                assert np.array_equal(bits(alone), bits(together[index])), f"prompt {index}, chunks of {chunk}"
+                assert np.array_equal(bits(alone), bits(together[index])), (
+                    f"prompt {index}, chunks of {chunk}"
+                )
         texts = [c.text for c in engine.generate(prompts, max_tokens=12, temperature=0.8, seed=5)]
         assert engine.generate([prompts[5]], max_tokens=12, temperature=0.8, seed=5)[0].text == texts[5]
     with engines.load("smollm2", recipe, threads=1, weights="copy") as other:

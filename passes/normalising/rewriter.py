@@ -182,10 +182,18 @@ class Rewriter:
         return self.value(argument) if argument in self.positional else self.values[argument]
 
     def weight(self, argument: Any) -> Weight | None:
-        """An argument as a weight expression, or None where it is none."""
+        """An argument as a weight expression, or None where it is none. Arithmetic on weights is evaluated at
+        each load."""
         known = self.values.get(argument) if isinstance(argument, fx.Node) else None
         if isinstance(known, Weight):
             return known
+        if isinstance(known, Value) and known.token is None and argument not in self.positional:
+            fake, positional = self.fake(argument), self.positional
+            name = f"{self.module}.{argument.name}" if self.module else argument.name
+            self.values[argument] = weight = Computed(
+                name, [int(s) for s in fake.shape], fake.dtype, lambda: positional.evaluate(argument, 2)
+            )
+            return weight
         if isinstance(argument, fx.Node) and argument.op == "get_attr":
             return self.old.weight_of(argument)
         return None
@@ -206,6 +214,8 @@ class Rewriter:
         if node in self.values and fold:
             return self.values[node]
         fake = self.fake(node)
+        if not isinstance(fake, torch.Tensor):
+            self.fail("the number of tokens enters the arithmetic")
         axis = self.token_axis(fake)
         context = self.old.facts.max_context
         if fake.is_complex():

@@ -1,10 +1,10 @@
 """enginewright: turns a Hugging Face causal language model into a verified serving engine, and serves it.
 
-    import enginewright
+import enginewright
 
-    enginewright.optimize("models/smollm2-135m", recipe="int4", out="engines/smollm2-int4")   # needs [optimize]
-    engine = enginewright.load("engines/smollm2-int4")                                         # numpy and one native module
-    print(engine.generate("The capital of France is", max_tokens=16)[0].text)
+enginewright.optimize("models/smollm2-135m", recipe="int4", out="engines/smollm2-int4")   # needs [optimize]
+engine = enginewright.load("engines/smollm2-int4")                                         # numpy and one native module
+print(engine.generate("The capital of France is", max_tokens=16)[0].text)
 """
 
 from __future__ import annotations

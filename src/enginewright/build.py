@@ -79,14 +79,20 @@ def optimize(
     progress = progress or Progress()
     resolved = load_recipe(str(recipe), list(overrides))
     target = get_backend(backend)
-    out = Path(out) if out is not None else Path("engines") / f"{Path(model).name.removesuffix('.gguf')}-{resolved.name}"
+    out = (
+        Path(out)
+        if out is not None
+        else Path("engines") / f"{Path(model).name.removesuffix('.gguf')}-{resolved.name}"
+    )
     with ArtifactWriter(out, force=force) as writer:
         with progress.stage("open") as record:
             source = open_source(model)
             record.detail = source.name
         with progress.stage("capture") as record:
             program = capture(source, max_context=resolved.max_context)
-            record.detail = f"{program.facts.architecture}, {program.facts.parameters / 1e6:,.1f} M parameters"
+            record.detail = (
+                f"{program.facts.architecture}, {program.facts.parameters / 1e6:,.1f} M parameters"
+            )
         judge = program.clone()
         passes = _run_passes(program, resolved, progress, dump)
         with progress.stage("lower") as record:
@@ -94,7 +100,9 @@ def optimize(
                 program,
                 resolved,
                 writer.path,
-                lambda name, done, total: progress.update(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB {name}"),
+                lambda name, done, total: progress.update(
+                    f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB {name}"
+                ),
             )
             record.detail = f"{sum((writer.path / file).stat().st_size for file in files) / 1e6:,.1f} MB"
         source.write_tokenizer(writer.path)
@@ -116,19 +124,28 @@ def _run_passes(
 ) -> list[dict[str, Any]]:
     folder = None if dump is None else Path(dump)
     if folder is not None and folder.exists() and not folder.is_dir():
-        raise InputError("the graphs cannot be written", found=f"{folder} is a file", expected="a folder, or a new name")
+        raise InputError(
+            "the graphs cannot be written", found=f"{folder} is a file", expected="a folder, or a new name"
+        )
     with progress.stage("passes") as record:
         records = run_steps(
             program,
             [Step(Normalise(), Stage.NORMALISED, required=True), *steps(recipe)],
             dump=folder,
-            progress=lambda name, index, total: progress.update(f"{name} ({index + 1} of {total})" if name else "done"),
+            progress=lambda name, index, total: progress.update(
+                f"{name} ({index + 1} of {total})" if name else "done"
+            ),
         )
         record.detail = f"{records[0].nodes_before:,} nodes became {records[-1].nodes_after:,}"
     for entry in records:
         progress.add(StageRecord(entry.name, entry.seconds, entry.matches, "; ".join(entry.notes)), indent=2)
     return [
-        {"name": entry.name, "matches": entry.matches, "seconds": round(entry.seconds, 3), "notes": list(entry.notes)}
+        {
+            "name": entry.name,
+            "matches": entry.matches,
+            "seconds": round(entry.seconds, 3),
+            "notes": list(entry.notes),
+        }
         for entry in records
     ]
 
@@ -161,17 +178,32 @@ def _build_log(passes: list[dict[str, Any]], notes: list[str]) -> dict[str, Any]
     return {
         "passes": passes,
         "notes": list(notes),
-        "host": {"machine": platform.machine(), "system": platform.platform(), "python": platform.python_version()},
-        "versions": {"enginewright": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "host": {
+            "machine": platform.machine(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+        },
+        "versions": {
+            "enginewright": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "built_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
 def _verify(
-    writer: ArtifactWriter, manifest: dict[str, Any], judge: Program, recipe: Recipe, exact: bool, progress: Progress
+    writer: ArtifactWriter,
+    manifest: dict[str, Any],
+    judge: Program,
+    recipe: Recipe,
+    exact: bool,
+    progress: Progress,
 ) -> Verification:
     """Load the unpublished folder through the runtime and hold it against the judge."""
-    names = {path.relative_to(writer.path).as_posix(): {} for path in writer.path.rglob("*") if path.is_file()}
+    names: dict[str, dict[str, Any]] = {
+        path.relative_to(writer.path).as_posix(): {} for path in writer.path.rglob("*") if path.is_file()
+    }
     unpublished = Artifact(writer.path, {**manifest, "files": names})
     limits = {key: value for key, value in asdict(recipe.verify).items() if value is not None}
     with load(unpublished, cache_tokens=4096, max_sequences=8) as engine:

@@ -49,7 +49,9 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
         return
     from enginewright.recipes.recipe import list_recipes, load_recipe
 
-    table = Table("recipe", "linears", "embedding", "head", "KV cache", "description", box=None, pad_edge=False)
+    table = Table(
+        "recipe", "linears", "embedding", "head", "KV cache", "description", box=None, pad_edge=False
+    )
     for name in list_recipes():
         recipe = load_recipe(name)
         table.add_row(
@@ -66,16 +68,38 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
 
 @click.command(context_settings=_CONTEXT)
 @click.argument("model")
-@click.option("-r", "--recipe", default="int4", show_default=True, help="A recipe's name, or the path of a YAML file.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="The engine's folder [default: engines/MODEL-RECIPE].")
-@click.option("--backend", default="cpu", show_default=True, help="Where the engine will run.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change any field of the recipe.")
-@click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write the graph after every pass to this folder.")
-@click.option("--force", is_flag=True, help="Replace an engine that stands at the output.")
-@click.option("--allow-unverified", is_flag=True, help="Publish the engine even if verification fails; it says so.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of the tables.")
 @click.option(
-    "--list-recipes", is_flag=True, is_eager=True, expose_value=False, callback=_list_recipes, help="List the recipes and stop."
+    "-r", "--recipe", default="int4", show_default=True, help="A recipe's name, or the path of a YAML file."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="The engine's folder [default: engines/MODEL-RECIPE].",
+)
+@click.option("--backend", default="cpu", show_default=True, help="Where the engine will run.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change any field of the recipe."
+)
+@click.option(
+    "--dump",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write the graph after every pass to this folder.",
+)
+@click.option("--force", is_flag=True, help="Replace an engine that stands at the output.")
+@click.option(
+    "--allow-unverified", is_flag=True, help="Publish the engine even if verification fails; it says so."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of the tables."
+)
+@click.option(
+    "--list-recipes",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_recipes,
+    help="List the recipes and stop.",
 )
 @click.version_option(package_name="enginewright", prog_name="enginewright")
 @_reports_errors
@@ -154,12 +178,32 @@ def inspect(path: str, check: bool, as_json: bool) -> None:
 @engine.command()
 @click.argument("path", metavar="ENGINE")
 @click.argument("prompts", metavar="PROMPT...", nargs=-1, required=True)
-@click.option("--chat", is_flag=True, help="Each PROMPT is a user's message: apply the model's chat template.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="New tokens a prompt.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Sampling noise is a function of seed and position.")
-@click.option("--threads", type=click.IntRange(min=1), help="[default: what the machine and its limits allow]")
-@click.option("--weights", type=click.Choice(["mmap", "copy"]), default="mmap", show_default=True, help="Share pages, or copy.")
+@click.option(
+    "--chat", is_flag=True, help="Each PROMPT is a user's message: apply the model's chat template."
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="New tokens a prompt."
+)
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy."
+)
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Sampling noise is a function of seed and position.",
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="[default: what the machine and its limits allow]"
+)
+@click.option(
+    "--weights",
+    type=click.Choice(["mmap", "copy"]),
+    default="mmap",
+    show_default=True,
+    help="Share pages, or copy.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on past end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each prompt.")
 @_reports_errors
@@ -178,7 +222,13 @@ def generate(
     """Continue each PROMPT with ENGINE; text streams as it comes."""
     from enginewright.runtime.engine import load
 
-    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "chat": chat, "ignore_eos": ignore_eos}
+    options = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "chat": chat,
+        "ignore_eos": ignore_eos,
+    }
     with load(path, threads=threads, weights=weights) as loaded:
         if as_json:
             for completion in loaded.generate(list(prompts), **options):
@@ -212,10 +262,18 @@ def _stream(loaded: Any, prompts: list[str], options: dict[str, Any]) -> None:
 
 @engine.command()
 @click.argument("path", metavar="ENGINE")
-@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), help="Batch sizes [default: 1 4 16 32].")
+@click.option(
+    "--batch", "batches", multiple=True, type=click.IntRange(min=1), help="Batch sizes [default: 1 4 16 32]."
+)
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True)
 @click.option("--new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="The median of this many runs is given.")
+@click.option(
+    "--repeat",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="The median of this many runs is given.",
+)
 @click.option("--threads", type=click.IntRange(min=1))
 @click.option("--weights", type=click.Choice(["mmap", "copy"]), default="mmap", show_default=True)
 @click.option("--json", "as_json", is_flag=True)

@@ -30,7 +30,9 @@ def build_tables(report: BuildReport) -> list[Table]:
     """What happened in a build: passes, sizes, verification."""
     passes = _table("passes", "pass", "matches", "seconds", "notes")
     for entry in report.passes:
-        passes.add_row(entry["name"], str(entry["matches"]), f"{entry['seconds']:.2f}", "; ".join(entry["notes"]))
+        passes.add_row(
+            entry["name"], str(entry["matches"]), f"{entry['seconds']:.2f}", "; ".join(entry["notes"])
+        )
     return [passes, _size_table(report.manifest), verification_table(report.manifest["verification"])]
 
 
@@ -54,9 +56,18 @@ def engine_tables(artifact: Artifact) -> list[Table]:
     groups = _table("KV cache", "group", "window", "layers", "format", "page", "bytes a token")
     for index, group in enumerate(manifest["kv_groups"]):
         width = {"f32": 4, "bf16": 2}[group["format"]]
-        token = sum(width * layer["kv_heads"] * (layer["key_dim"] + layer["value_dim"]) for layer in group["layers"])
+        token = sum(
+            width * layer["kv_heads"] * (layer["key_dim"] + layer["value_dim"]) for layer in group["layers"]
+        )
         window = f"{group['window']} tokens" if group["window"] else "all tokens"
-        groups.add_row(str(index), window, str(len(group["layers"])), group["format"], str(group["page_size"]), f"{token:,}")
+        groups.add_row(
+            str(index),
+            window,
+            str(len(group["layers"])),
+            group["format"],
+            str(group["page_size"]),
+            f"{token:,}",
+        )
     tables = [facts, groups]
     if build.get("passes"):
         passes = _table("passes", "pass", "matches", "notes")

@@ -58,8 +58,11 @@ class Progress:
         self.records.append(record)
         if self.console is None:
             return
-        matches = "" if record.matches is None else f"{record.matches} match{'' if record.matches == 1 else 'es'}"
+        matches = (
+            "" if record.matches is None else f"{record.matches} match{'' if record.matches == 1 else 'es'}"
+        )
         detail = "  ".join(part for part in (matches, escape(record.detail)) if part)
         self.console.print(
-            f"[dim]{record.seconds:7.2f} s[/dim]  {' ' * indent}{record.name:<{22 - indent}}  {detail}", highlight=False
+            f"[dim]{record.seconds:7.2f} s[/dim]  {' ' * indent}{record.name:<{22 - indent}}  {detail}",
+            highlight=False,
         )

@@ -34,8 +34,18 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 
-_SAMPLE_LENGTHS = (1, 2, 17, 33, 96, 180)  # tokens; around the edges of a page, and enough text for a perplexity
-_LONG_SAMPLE = 96  # tokens that the last sample runs past the widest window, so that the window's edge is crossed
+_SAMPLE_LENGTHS = (
+    1,
+    2,
+    17,
+    33,
+    96,
+    180,
+)  # tokens; around the edges of a page, and enough text for a perplexity
+_LONG_SAMPLE = (
+    96  # tokens that the last sample runs past the widest window, so that the window's edge is crossed
+)
+_DISTINCT = 32  # different tokens that a sample of real text has at least
 _BLOCK = 64  # positions compared at a time: bounds the float64 temporaries of a large vocabulary
 
 
@@ -79,27 +89,37 @@ class Verification:
             )
 
 
-def sample_tokens(encode: Callable[[str], list[int]] | None, vocab_size: int, max_context: int, window: int) -> list[list[int]]:
+def sample_tokens(
+    encode: Callable[[str], list[int]] | None, vocab_size: int, max_context: int, window: int
+) -> list[list[int]]:
     """Return the token sequences that both sides are run on.
 
-    The text ships with the package. A model without a tokenizer (`encode` is None) gets evenly spread ids instead. The
-    last sample is longer than `window` (0 = no window), as far as `max_context` allows.
+    The text ships with the package. A model without a tokenizer (`encode` is None), or with one that makes hardly any
+    different tokens of it, gets evenly spread ids instead. The last sample is longer than `window` (0 = no window), as
+    far as `max_context` allows.
     """
     longest = min(max_context, max(_SAMPLE_LENGTHS[-1], window + _LONG_SAMPLE if window else 0))
     lengths = [min(length, max_context) for length in (*_SAMPLE_LENGTHS[:-1], longest)]
-    if encode is None:
-        stream = [(i * 7919 + 11) % vocab_size for i in range(sum(lengths))]
-    else:
-        text = resources.files("enginewright").joinpath("verification.txt").read_text(encoding="utf-8")
-        stream = encode(text)
-        while len(stream) < sum(lengths):
-            stream = stream + stream
+    wanted = sum(lengths)
+    stream: list[int] = []
+    if encode is not None:
+        stream = encode(
+            resources.files("enginewright").joinpath("verification.txt").read_text(encoding="utf-8")
+        )
+    if len(set(stream)) < min(_DISTINCT, vocab_size // 2):
+        stream = [(i * 7919 + 11) % vocab_size for i in range(wanted)]
+    stream = stream * -(-wanted // len(stream))
     starts = np.cumsum([0, *lengths[:-1]])
     return [stream[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 def verify(
-    engine: Engine, judge: Program, limits: dict[str, float], *, demand_invariance: bool, report: Report = lambda line: None
+    engine: Engine,
+    judge: Program,
+    limits: dict[str, float],
+    *,
+    demand_invariance: bool,
+    report: Report = lambda line: None,
 ) -> Verification:
     """Run `engine` and `judge` on the same samples and compare.
 
@@ -125,7 +145,9 @@ def _judge_logits(judge: Program, tokens: list[int]) -> np.ndarray:
     import torch
 
     with torch.inference_mode():
-        logits = judge.run(torch.tensor(tokens, dtype=torch.int32), torch.arange(len(tokens), dtype=torch.int32))
+        logits = judge.run(
+            torch.tensor(tokens, dtype=torch.int32), torch.arange(len(tokens), dtype=torch.int32)
+        )
     return logits.float().numpy()
 
 

@@ -1,6 +1,5 @@
 """Chat templates rendered as transformers renders them, and refused with the template's own words."""
 
-# ruff: noqa: E501
 from __future__ import annotations
 
 import json
