@@ -1,0 +1,42 @@
+"""The package as users get it: sdist, then a wheel from the sdist, in a fresh environment that has only the base dependencies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import engines
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+def test_a_wheel_from_the_sdist_serves_without_torch(tmp_path: Path) -> None:
+    def run(*command: object, cwd: Path = tmp_path) -> str:
+        done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    run(sys.executable, "-m", "pip", "install", "--quiet", "build")
+    run(sys.executable, "-m", "build", "--outdir", tmp_path / "dist", ROOT)  # the wheel is built from the sdist
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 1
+    names = run(sys.executable, "-m", "zipfile", "-l", wheel)
+    for name in ("enginewright/recipes/int4.yaml", "enginewright/verification.txt", "enginewright/py.typed"):
+        assert name in names
+    assert not any(line.startswith(("passes/", "runtime/", "recipes/", "backends/")) for line in names.splitlines())
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", wheel)
+    installed = run(python, "-m", "pip", "list")
+    assert "torch" not in installed and "transformers" not in installed
+    engine = engines.built("smollm2", "int4")
+    text = run(tmp_path / "venv" / "bin" / "engine", "generate", engine, "The capital of France is", "--max-tokens", 4)
+    assert "Paris" in text
+    refused = subprocess.run(
+        [str(tmp_path / "venv" / "bin" / "optimize"), "model"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert refused.returncode == 2 and "enginewright[optimize]" in refused.stderr
