@@ -46,7 +46,7 @@ class ThreadPool {
         void raise();
         struct Waited {
             uint32_t count;
-            std::chrono::nanoseconds slept;
+            bool slept;
         };
         // Returns once the count is not `seen`: it spins that long, then sleeps.
         Waited await(uint32_t seen, std::chrono::nanoseconds spin);
@@ -54,6 +54,8 @@ class ThreadPool {
 
     void run_raw(Raw body, void *context);
     void work(int thread);
+    void work_once(int thread);
+    void choose_patience();
     void finish();
 
     const int threads_;
@@ -63,10 +65,16 @@ class ThreadPool {
     bool stop_ = false;
     std::vector<std::thread> workers_;
 
+    std::vector<long> preemptions_; // of each thread, all its life
+    long preemptions_before_ = 0;   // of all threads, before the last run
+    std::chrono::nanoseconds pause_;
+    std::chrono::steady_clock::time_point patient_again_;
+
     Signal run_;     // raised to start a run
     Signal barrier_; // raised by the last to arrive
     alignas(64) std::atomic<int> arrived_{0};
-    std::atomic<int64_t> spin_; // nanoseconds that barriers spin: less after a long sleep, more after a short one or none
+    std::atomic<int64_t> spin_;         // nanoseconds that barriers spin
+    std::atomic<bool> held_up_{false};  // this run: a patient barrier ended in sleep
 };
 
 } // namespace ew
