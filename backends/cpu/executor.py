@@ -72,7 +72,7 @@ class CpuExecutor:
         self.threads: int = self._engine.threads
         self.isa: str = self._engine.isa
         self.max_positions: int = self._engine.position_limit
-        self.kv_groups = [
+        self.kv_groups: Sequence[KvGroupInfo] = [
             KvGroupInfo(g["window"], g["page_size"], g["page_bytes"], g["format"], len(g["layers"]))
             for g in self._engine.kv_groups
         ]
