@@ -351,18 +351,19 @@ class _Tables:
 
     def _cut(self, node: fx.Node, columns: tuple[int, ...]) -> fx.Node:
         positions, table = node.args
+        assert isinstance(table, fx.Node)
         whole = self.program.weight_of(table)
         flat = reshaped(whole, (whole.shape[0], whole.numel // whole.shape[0]))
         step = columns[1] - columns[0] if len(columns) > 1 else 1
         stop = columns[0] + step * (len(columns) - 1) + 1
         if step > 0 and columns == tuple(range(columns[0], stop, step)):
             cut = sliced(flat, 1, columns[0], stop, step)
-            name = f"{table.target}.columns_{columns[0]}_{stop}_{step}"  # type: ignore[union-attr]
+            name = f"{table.target}.columns_{columns[0]}_{stop}_{step}"
         else:
             cut = _picked(flat, columns)
-            name = f"{table.target}.columns_{'_'.join(map(str, columns))}"  # type: ignore[union-attr]
+            name = f"{table.target}.columns_{'_'.join(map(str, columns))}"
         if cut is whole:
-            name = str(table.target)  # type: ignore[union-attr]
+            name = str(table.target)
         known = self.program.weights.get(name)
         weight = self.program.add_weight(name, cut) if known is None else self.program.weight_node(name)
         return self.program.call(OPS["position_table"], (positions, weight), before=self._first, module="")

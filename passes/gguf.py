@@ -490,8 +490,13 @@ def _joined(name: str, parts: list[Weight]) -> Weight:
     """One weight of the tensors that share a name: gate and up experts, [E, F, H] each, become [E, 2F, H]."""
     if len(parts) == 1:
         return parts[0]
-    ordered = sorted(parts, key=lambda part: "up_exps" in next(iter(part.leaves())).entry.name)
-    return concatenated(ordered, 1, name)
+    return concatenated(sorted(parts, key=_is_up), 1, name)
+
+
+def _is_up(part: Weight) -> bool:
+    leaf = next(part.leaves())
+    assert isinstance(leaf, (GgufTensor, _Processed))
+    return "up_exps" in leaf.entry.name
 
 
 # --- what transformers leaves out

@@ -17,7 +17,8 @@ __all__ = ["add_input", "symbol"]
 def symbol(program: Program, hint: int) -> torch.SymInt:
     """A new unknown size; shape inference imagines it as `hint`, which should be used for nothing else."""
     context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-    return program.fake_mode.from_tensor(torch.empty(hint), symbolic_context=context).shape[0]
+    size: Any = program.fake_mode.from_tensor(torch.empty(hint), symbolic_context=context).shape[0]
+    return size  # torch annotates sizes as int; here it is a symbol
 
 
 def add_input(program: Program, name: str, shape: Sequence[Any], dtype: torch.dtype) -> fx.Node:

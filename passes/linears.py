@@ -105,6 +105,7 @@ def _call(
     args = [input_of(like), *parts.values()]
     if not is_call(like, OPS["linear"]):
         args += [argument(like, "weight_format"), argument(like, "activation_format")]
+    assert callable(like.target)
     return program.call(like.target, args, before=before, module=module)
 
 

@@ -68,7 +68,9 @@ class Normalise:
 
 def _rewritten(rewriter: Rewriter, node: fx.Node) -> Any:
     if node.target is operator.getitem:
-        return rewriter.values[node.args[0]][node.args[1]]
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        return rewriter.values[source][index]
     rule = RULES.get(op_name(node.target))
     if rule is None:
         rewriter.fail(f"{op_name(node.target)} is an operation that is not known to stay within one token")

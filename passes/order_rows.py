@@ -76,9 +76,9 @@ def _order(program: Program, linear: fx.Node) -> bool:
     start = 0
     for value, index in read.items():
         stop = start + index.numel()
-        place, module = {"before": value}, value.meta.get("module")
-        part = program.call(aten.slice.Tensor, (new, -1, start, stop), module=module, **place)
-        shaped = program.call(aten.reshape.default, (part, [-1, *index.shape]), module=module, **place)
+        module = value.meta.get("module")
+        part = program.call(aten.slice.Tensor, (new, -1, start, stop), before=value, module=module)
+        shaped = program.call(aten.reshape.default, (part, [-1, *index.shape]), before=value, module=module)
         value.replace_all_uses_with(shaped)
         start = stop
     return True

@@ -51,8 +51,9 @@ class SelectRows:
 def _selected(program: Program, source: fx.Node, rows: fx.Node, first: fx.Node) -> fx.Node:
     """The chosen rows of a value; those of an input are chosen just before `first`, to keep the inputs
     together."""
-    place = {"before": first} if source.op == "placeholder" else {"after": source}
-    return program.call(OPS["select_rows"], (source, rows), module=source.meta.get("module"), **place)
+    before, after = (first, None) if source.op == "placeholder" else (None, source)
+    module = source.meta.get("module")
+    return program.call(OPS["select_rows"], (source, rows), before=before, after=after, module=module)
 
 
 def _tail(graph: fx.Graph) -> dict[fx.Node, None]:

@@ -111,11 +111,14 @@ class PickledFile:
         return self.tensors[key][start:stop]
 
 
+_WeightFile = SafetensorsFile | PickledFile
+
+
 def read_tensors(path: Path) -> tuple[dict[str, Weight], list[str]]:
     """Every tensor the folder's checkpoint holds, by its name there, and notes about files that were left
     unopened.
     """
-    opener: Callable[[Path], Any]
+    opener: Callable[[Path], _WeightFile]
     for index, single, opener in ((_SAFE_INDEX, _SAFE, SafetensorsFile), (_BIN_INDEX, _BIN, PickledFile)):
         if (path / index).is_file():
             tensors, used, notes = _sharded(path, index, opener)
@@ -138,7 +141,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Weight], list[str]]:
 
 
 def _sharded(
-    path: Path, index: str, opener: Callable[[Path], Any]
+    path: Path, index: str, opener: Callable[[Path], _WeightFile]
 ) -> tuple[dict[str, Weight], set[str], list[str]]:
     mapping = read_json(path / index).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:

@@ -111,7 +111,8 @@ def linear(low: Lowering, node: fx.Node, a: dict[str, Any]) -> View | None:
     matrix = _matrix(low, a)
     weights = [low.builder.weights.add_linear(matrix), low.vector(a["bias"], "bias")]
     inner = x.size // matrix.layout.k
-    low.builder.emit("linear", [x], [out], weights, **({"inner": inner} if inner != 1 else {}))
+    attrs: dict[str, Any] = {"inner": inner} if inner != 1 else {}
+    low.builder.emit("linear", [x], [out], weights, **attrs)
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import fx
@@ -41,6 +41,10 @@ def _axes(low: Lowering, dims: Any, rank: int) -> list[int]:
     return sorted(_axis(low, dim, rank) for dim in dims)
 
 
+@overload
+def _aligned(low: Lowering, operand: View, rank: int) -> View: ...
+@overload
+def _aligned(low: Lowering, operand: Operand, rank: int) -> Operand: ...
 def _aligned(low: Lowering, operand: Operand, rank: int) -> Operand:
     """Features of an operand of an op over `rank` features; a constant loses its axis for tokens."""
     if not isinstance(operand, View):

@@ -243,8 +243,8 @@ class Lowering:
                 operand = expanded(operand, shape)
                 if position >= first_value and operand.dtype != compute:
                     operand = self.builder.copied(operand, compute)
-            elif kind == "where" and position >= first_value:
-                operand = float(operand) if compute == "f32" else operand
+            elif kind == "where" and position >= first_value and compute == "f32" and operand is not None:
+                operand = float(operand)
             inputs.append(operand)
         if not any(isinstance(o, View) and o.dtype == compute for o in inputs[first_value:]):
             # The companions of a number give it its type: here there are none.

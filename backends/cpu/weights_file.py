@@ -58,16 +58,23 @@ class Matrix:
     def read(self) -> Iterator[Callable[[int, int], Rows]]:
         """For each expert (or once), a function that gives rows [start, stop)."""
         for expert in range(self.experts or 1):
-            parts = [self._reader(part, expert) for part in (self.values, self.scales, self.offsets)]
+            yield self._rows(expert)
 
-            def rows(start: int, stop: int, parts: list[Any] = parts) -> Rows:
-                return Rows(*(None if part is None else part(start, stop) for part in parts))
+    def _rows(self, expert: int) -> Callable[[int, int], Rows]:
+        values = self._reader(self.values, expert)
+        scales = None if self.scales is None else self._reader(self.scales, expert)
+        offsets = None if self.offsets is None else self._reader(self.offsets, expert)
 
-            yield rows
+        def rows(start: int, stop: int) -> Rows:
+            return Rows(
+                values(start, stop),
+                None if scales is None else scales(start, stop),
+                None if offsets is None else offsets(start, stop),
+            )
 
-    def _reader(self, part: Weight | None, expert: int) -> Callable[[int, int], Array] | None:
-        if part is None:
-            return None
+        return rows
+
+    def _reader(self, part: Weight, expert: int) -> Callable[[int, int], Array]:
         if self.experts:
             whole = part.load_rows(expert, expert + 1)[0]
         elif streams_rows(part) and part is self.values:

@@ -128,8 +128,8 @@ def cat(r: Rewriter, node: fx.Node, args: dict[str, Any]) -> Any:
     tensors = next(iter(args.values()))
     dim = args.get("dim", 0)
     fake = r.fake(node)
-    weights = [r.weight(t) for t in tensors]
-    if all(w is not None for w in weights):
+    weights = [w for w in map(r.weight, tensors) if w is not None]
+    if len(weights) == len(tensors):
         return concatenated(weights, dim % fake.dim())
     values = [r.value(t) for t in tensors if r.fake(t).numel() != 0]
     return r.joined(values, dim % fake.dim(), fake)
@@ -140,8 +140,8 @@ def stack(r: Rewriter, node: fx.Node, args: dict[str, Any]) -> Any:
     tensors = next(iter(args.values()))
     fake = r.fake(node)
     dim = args.get("dim", 0) % fake.dim()
-    weights = [r.weight(t) for t in tensors]
-    if all(w is not None for w in weights):
+    weights = [w for w in map(r.weight, tensors) if w is not None]
+    if len(weights) == len(tensors):
         made = stacked(weights)
         order = list(range(1, fake.dim()))
         order.insert(dim, 0)

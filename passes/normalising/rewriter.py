@@ -224,7 +224,8 @@ class Rewriter:
         table = self.positional.table(node, context, axis)
         rows = table if axis is None else table.reshape(context, *_without_batch(table.shape[1:], axis))
         if fold and axis is not None and rows[0].numel() and bool((rows == rows[:1]).all()):
-            axis, rows = None, table[0].unsqueeze(axis) if axis < table.dim() else table[:1]
+            rows = table[0].unsqueeze(axis) if axis < table.dim() else table[:1]
+            axis = None
         if axis is None and rows.numel() == 1:
             found: Any = rows.reshape(()).item()
         elif axis is None:
@@ -268,6 +269,7 @@ class Rewriter:
         if node is not None and value.numel() > _HELD:
             positional, context, shape = self.positional, self.old.facts.max_context, value.shape
             axis = self.token_axis(self.fake(node))
+            assert axis is not None  # a table has a row for every position
 
             def compute() -> torch.Tensor:
                 found = positional.evaluate(node, context).movedim(axis, 0)

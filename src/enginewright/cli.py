@@ -222,7 +222,7 @@ def generate(
     """Continue each PROMPT with ENGINE; text streams as it comes."""
     from enginewright.runtime.engine import load
 
-    options = {
+    options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "seed": seed,

@@ -127,7 +127,7 @@ def verify(
     `max_perplexity_ratio`. Nothing is raised for a figure out of bounds: see `Verification.raise_if_failed`.
     """
     window = max((group["window"] for group in engine.artifact.manifest["kv_groups"]), default=0)
-    encode = (lambda text: engine.tokenizer.encode(text)) if engine.tokenizer is not None else None
+    encode = engine.tokenizer.encode if engine.tokenizer is not None else None
     samples = sample_tokens(encode, engine.vocab_size, engine.max_context, window)
     figures = _Figures()
     invariant = True if demand_invariance else None
