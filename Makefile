@@ -52,10 +52,9 @@ test: $(VENV)/.test
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	@# mypy does not follow the editable install's redirections: show it the package's layout as links.
+	@# mypy follows the editable install to src/enginewright, not to the other folders: show it those as links.
 	@mkdir -p build/types/enginewright && for part in recipes passes backends runtime; do \
 	    ln -sfn ../../../$$part build/types/enginewright/$$part; done
-	@ln -sf ../../../src/enginewright/*.py ../../../src/enginewright/py.typed build/types/enginewright/
 	@MYPYPATH=build/types $(BIN)/mypy -p enginewright -p enginewright.recipes -p enginewright.passes \
 	    -p enginewright.backends -p enginewright.runtime
 
