@@ -8,8 +8,8 @@ Writing: a hidden folder beside the target is filled, flushed to disk and rename
 goes wrong before the rename, a full disk or Ctrl-C, leaves the target as it was; what a killed process left
 behind is removed by the next build of the same engine.
 
-Reading: `open_engine` opens nothing outside the folder: names in the manifest are plain relative paths, and a
-link that leads out is refused.
+Reading: `open_engine` opens nothing outside the folder: names in the manifest are plain relative paths, and a link that
+leads out is refused.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ def _rebuild(manifest: Mapping[str, Any], path: Path) -> str:
 class Artifact:
     """An engine that passed `open_engine`'s checks.
 
-    `path` is the folder, absolute. `manifest` is engine.json, `build` is build.json ({} where it is missing:
-    it only informs).
+    `path` is the folder, absolute. `manifest` is engine.json, `build` is build.json ({} where it is missing: it only informs).
     """
 
     path: Path
@@ -268,9 +267,8 @@ class ArtifactWriter:
             (writer.path / "weights.bin").write_bytes(...)
             writer.publish(manifest, build)
 
-    `force` replaces an engine that stands at `out`; anything else there is never replaced. Leaving the block
-    without `publish`, by any exception, removes the temporary folder. Raises InputError before any work when
-    `out` cannot be used.
+    `force` replaces an engine that stands at `out`; anything else there is never replaced. Leaving the block without
+    `publish`, by any exception, removes the temporary folder. Raises InputError before any work when `out` cannot be used.
     """
 
     def __init__(self, out: str | os.PathLike[str], force: bool = False) -> None:

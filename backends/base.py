@@ -1,8 +1,7 @@
 """What every backend promises: how it lowers a program, and how its executor runs a step.
 
-A step is T tokens of S sequences laid end to end, prefill chunks and decodes mixed freely. Executors own the
-memory of the key/value pools; the runtime owns the page tables. Neither torch nor transformers is imported
-here.
+A step is T tokens of S sequences laid end to end, prefill chunks and decodes mixed freely. Executors own the memory of
+the key/value pools; the runtime owns the page tables. Neither torch nor transformers is imported here.
 """
 
 from __future__ import annotations

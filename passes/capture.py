@@ -1,15 +1,13 @@
 """Capture: from a model's configuration alone to an executable graph.
 
 Rules:
-1. The model is built on meta tensors in float32 (no memory for weights); only buffers that no checkpoint
-   holds get values.
+1. The model is built on meta tensors in float32 (no memory for weights); only buffers that no checkpoint holds get values.
 2. What cannot be captured exactly is refused by name before any work: encoder-decoders, models of several
    modalities, layers that carry a state, chunked attention, unknown rope types.
 3. `torch.export` (non-strict) traces `model(tokens[1, T], positions[1, T])` with T dynamic. Attention, masks
    and experts are caught whole by the hooks of `capture_hooks.py`; a model that has its own attention is
    traced with it, and `own_attention.py` recognises it in the graph.
-4. Parameters become `get_attr` nodes bound lazily to the checkpoint, a tied parameter one node. Assertions
-   and devices vanish.
+4. Parameters become `get_attr` nodes bound lazily to the checkpoint, a tied parameter one node. Assertions and devices vanish.
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ class _Untraceable(CaptureError):
 def capture(source: str | Path | Source, max_context: int | None = None) -> Program:
     """Capture a model as a Program at stage CAPTURED.
 
-    `source` is a Hugging Face folder, a GGUF file, or an opened Source. `max_context` is the engine's limit
-    in tokens (default: the model's own). Raises InputError for files that cannot be used, CaptureError for
-    models that cannot be captured exactly.
+    `source` is a Hugging Face folder, a GGUF file, or an opened Source. `max_context` is the engine's limit in tokens
+    (default: the model's own). Raises InputError for files that cannot be used, CaptureError for models that cannot be
+    captured exactly.
     """
     if isinstance(source, (str, Path)):
         source = open_source(source)
@@ -80,9 +78,8 @@ def capture(source: str | Path | Source, max_context: int | None = None) -> Prog
 
 
 class _Logits(torch.nn.Module):
-    """The model as a function of tokens and positions. The model makes its own positions, as it does for its
-    users: whatever it makes must turn out to depend on positions alone. The input stands for them in the
-    graph.
+    """The model as a function of tokens and positions. The model makes its own positions, as it does for its users:
+    whatever it makes must turn out to depend on positions alone. The input stands for them in the graph.
     """
 
     def __init__(self, model: Any):
@@ -100,8 +97,7 @@ def trace(model: Any, context: int, attention: str) -> torch.export.ExportedProg
         part._experts_implementation_internal = NAME
     length = max(2, min(_TRACED_TOKENS, context - 1))
     ids = torch.zeros(1, length, dtype=torch.long)
-    # One below the limit: at the limit itself a slice of a table may be the whole table, which would be
-    # another graph.
+    # One below the limit: at the limit itself a slice of a table may be the whole table, which would be another graph.
     dim = torch.export.Dim("T", min=2, max=max(context - 1, length))
     shapes = ({1: dim}, {1: dim})
     try:

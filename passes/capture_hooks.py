@@ -6,9 +6,8 @@ Rules:
    bidirectional and other shapes are refused.
 2. An attention call that goes through transformers' attention interface becomes one `ew.attention` node. An
    argument that would change its result and that the op cannot express is refused.
-3. An experts call that goes through the experts interface becomes one `ew.moe` node. Its gating function is
-   recognised by evaluating it, not by its name; interleaved or transposed weights are put into the op's
-   layout.
+3. An experts call that goes through the experts interface becomes one `ew.moe` node. Its gating function is recognised
+   by evaluating it, not by its name; interleaved or transposed weights are put into the op's layout.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ NAME = "enginewright"
 OWN_LENGTH = 300
 OWN_WINDOW = OWN_LENGTH - 2
 
-#: Keyword arguments of attention functions that do not change the result of one whole causal sequence without
-#: dropout.
+#: Keyword arguments of attention functions that do not change the result of one whole causal sequence without dropout.
 _HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions",
     "output_hidden_states", "layer_idx", "past_key_values", "cache", "deterministic", "training",
@@ -49,8 +47,8 @@ _HARMLESS = {
 class Seen:
     """What a row sees under a mask: the last `window` positions, itself included; 0 is all of them.
 
-    `fault` says why a mask cannot be expressed so; it is raised by the attention that uses it, as models also
-    make masks that no layer uses.
+    `fault` says why a mask cannot be expressed so; it is raised by the attention that uses it, as models also make
+    masks that no layer uses.
     """
 
     window: int
@@ -58,11 +56,9 @@ class Seen:
 
 
 def classify_mask(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], context: int) -> Seen:
-    """Find the window of a mask given as `sees(rows[R, 1], columns[1, context]) -> bool`, or raise
-    CaptureError.
+    """Find the window of a mask given as `sees(rows[R, 1], columns[1, context]) -> bool`, or raise CaptureError.
 
-    The window is read off the last row; then rows near every edge that a window or a chunk could have are
-    compared whole.
+    The window is read off the last row; then rows near every edge that a window or a chunk could have are compared whole.
     """
     columns = torch.arange(context)[None]
     last = sees(torch.tensor([[context - 1]]), columns).expand(1, context)[0]
@@ -136,9 +132,7 @@ class _Hooks:
             return Seen(0, error)
 
     def own_mask(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The mask itself, for a model with its own attention; a window must be short enough to show when
-        evaluated.
-        """
+        """The mask itself, for a model with its own attention; a window must be short enough to show when evaluated."""
         seen = self.seen(*args, **kwargs)
         if seen.window > OWN_WINDOW:
             raise CaptureError(
@@ -228,9 +222,7 @@ class _Hooks:
 
 
 def recognise_gate(module: Any) -> tuple[str, float, float, bool]:
-    """The middle of an experts module as (activation, alpha, limit, interleaved), found by evaluating
-    `_apply_gate`.
-    """
+    """The middle of an experts module as (activation, alpha, limit, interleaved), found by evaluating `_apply_gate`."""
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(64, 32, generator=generator) * 6
     got = module._apply_gate(sample)
@@ -257,9 +249,7 @@ def _brief(value: Any) -> str:
 
 @contextlib.contextmanager
 def hooked(model: Any, context: int) -> Iterator[None]:
-    """Within, `model` sends its masks, attention and experts to the hooks; `context` is the engine's limit in
-    tokens.
-    """
+    """Within, `model` sends its masks, attention and experts to the hooks; `context` is the engine's limit in tokens."""
     from transformers import masking_utils
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

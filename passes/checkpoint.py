@@ -2,8 +2,7 @@
 
 Rules:
 1. The files: `weight_files.py`. The index decides which are opened; others are reported.
-2. A missing, truncated or foreign file, a missing tensor and a wrong shape are each one InputError that names
-   them.
+2. A missing, truncated or foreign file, a missing tensor and a wrong shape are each one InputError that names them.
 3. The names: `weight_names.py`. They go through transformers' own renamings and conversions, lazily.
 """
 
@@ -27,9 +26,7 @@ class Source(Protocol):
     config: Any
 
     def bind(self, model: Any) -> tuple[dict[str, Weight], list[str]]:
-        """Weights for every name in the meta model's `state_dict()`, tied ones as one object, and notes for
-        the user.
-        """
+        """Weights for every name in the meta model's `state_dict()`, tied ones as one object, and notes for the user."""
         ...
 
 

@@ -1,11 +1,9 @@
-"""fold_scalars — multiplications by a number disappear into their neighbour, where the result is the same to
-the bit.
+"""fold_scalars — multiplications by a number disappear into their neighbour, where the result is the same to the bit.
 
 Rules (c is a number, or a weight with a single element)
 1. x · 1, x / 1, x + 0, x - 0                                     →  x
 2. ew::embedding(ids, w) · c, the embedding having no other use   →  ew::embedding(ids, w, scale=c)
-3. ew::attention(q · c, …), c a power of two, likewise for k      →  ew::attention(q, …, scale · c); views may
-   stand between
+3. ew::attention(q · c, …), c a power of two, likewise for k      →  ew::attention(q, …, scale · c); views may stand between
 
 Other factors stay: folding them would round elsewhere.
 """

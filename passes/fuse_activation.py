@@ -1,14 +1,12 @@
 """fuse_activation — an elementwise activation, however it is spelled, becomes one `ew::activation` node.
 
 Rules
-1. A region of elementwise ops with numbers, from one tensor x to y, that computes one of the dialect's
-activations
-   (silu, gelu, gelu_tanh, relu, relu2, sigmoid, tanh)  →  ew::activation(x, kind). The largest region wins:
-   x · sigmoid(x) is silu, not a product with a sigmoid.
+1. A region of elementwise ops with numbers, from one tensor x to y, that computes one of the dialect's activations
+   (silu, gelu, gelu_tanh, relu, relu2, sigmoid, tanh)  →  ew::activation(x, kind). The largest region wins: x ·
+   sigmoid(x) is silu, not a product with a sigmoid.
 
-A region is recognised by evaluating it on a grid of x and comparing with the activation: equal within 2e-6,
-relative to max(1, |y|), which is float32's own spread between spellings (erf and tanh forms of gelu differ by
-5e-4).
+A region is recognised by evaluating it on a grid of x and comparing with the activation: equal within 2e-6, relative to
+max(1, |y|), which is float32's own spread between spellings (erf and tanh forms of gelu differ by 5e-4).
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _regions(y: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """(x, nodes from x to y in graph order) for every x that all of y's inputs pass through, the nearest
-    first."""
+    """(x, nodes from x to y in graph order) for every x that all of y's inputs pass through, the nearest first."""
     unread: set[fx.Node] = {y}
     nodes: list[fx.Node] = []
     while len(nodes) < _LARGEST_REGION:

@@ -2,8 +2,7 @@
 
 Rules (g and u are the two halves of the last axis of one tensor)
 1. ew::activation(g, kind) · u with halves [g | u]  →  ew::gated_activation([g | u], kind)
-2. The same with halves [u | g] of a linear that nothing else reads: its output rows change places first, then
-rule 1.
+2. The same with halves [u | g] of a linear that nothing else reads: its output rows change places first, then rule 1.
 
 Gate and up projections that are two linears are joined by fuse_siblings, which runs before.
 """

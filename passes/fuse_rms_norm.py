@@ -101,8 +101,7 @@ def _fused(node: fx.Node) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
 
 
 def _weighted(normed: fx.Node, width: int) -> tuple[fx.Node, fx.Node, float] | None:
-    """(product, weight, offset) where `normed`'s only use is the product with a weight [D], or with 1 +
-    weight."""
+    """(product, weight, offset) where `normed`'s only use is the product with a weight [D], or with 1 + weight."""
     product = only_user(normed)
     for offset, factor in ((0.0, Var("w")), (1.0, Op((aten.add.Tensor, aten.add.Scalar), Var("w"), 1))):
         found = find(product, Op(aten.mul.Tensor, normed, factor))

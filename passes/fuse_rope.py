@@ -2,17 +2,14 @@
 
 Rules
 1. A region from x [T, H, D] to y [T, H, D] made of slices, joins, negations, sums and products with values of
-   `ew::position_table` is read as a matrix over the features of a head. If that matrix is the identity but
-   for R/2 rotations of the first R features, then y → ew::rope(x, cos, sin, R, interleaved). Pairs lie half a
-   rotation apart or side by side (`interleaved`), which covers full, partial, interleaved and scaled types in
-   any spelling.
-2. The same where pairs are read side by side and written half a rotation apart  →  ew::rope(x, …,
-interleaved), then
+   `ew::position_table` is read as a matrix over the features of a head. If that matrix is the identity but for R/2
+   rotations of the first R features, then y → ew::rope(x, cos, sin, R, interleaved). Pairs lie half a rotation apart or
+   side by side (`interleaved`), which covers full, partial, interleaved and scaled types in any spelling.
+2. The same where pairs are read side by side and written half a rotation apart  →  ew::rope(x, …, interleaved), then
    its even features before its odd ones, as slices and a join.
-3. The cosine of a pair is used twice, and so is its sine. Where they come from two columns of a table, the
-rewrite
-   is made only if the columns are equal at every position; the tables are then cut to the R/2 columns that
-   are read. Cut tables are shared by all layers that share the original.
+3. The cosine of a pair is used twice, and so is its sine. Where they come from two columns of a table, the rewrite is
+   made only if the columns are equal at every position; the tables are then cut to the R/2 columns that are read. Cut
+   tables are shared by all layers that share the original.
 
 How a region is read: it is linear in x by construction, so basis vectors go through it with tables of
 distinct random numbers; a coefficient that equals a number of a table names its column. The rewrite is then
@@ -64,8 +61,7 @@ class _Region:
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """Equally long lists of columns of one table each: what plays cos (or sin) in first and in second
-    place."""
+    """Equally long lists of columns of one table each: what plays cos (or sin) in first and in second place."""
 
     table: fx.Node
     first: tuple[int, ...]
@@ -183,8 +179,7 @@ def _regions(y: fx.Node, order: Mapping[fx.Node, int], constant: set[fx.Node]) -
 
 
 def _collect(node: fx.Node, into: set[fx.Node]) -> bool:
-    """Add a position-only node and what it reads, down to position tables; False if it reads anything
-    else."""
+    """Add a position-only node and what it reads, down to position tables; False if it reads anything else."""
     into.add(node)
     if _is_table(node):
         return True
@@ -225,8 +220,7 @@ def _random_tables(region: _Region, rows: int, generator: torch.Generator) -> di
 
 
 def _read(region: _Region) -> _Rotation | None:
-    """The rotation that the region's matrix is, with its coefficients found in the tables; None if it is
-    none."""
+    """The rotation that the region's matrix is, with its coefficients found in the tables; None if it is none."""
     heads, width = _shape(region.x)  # type: ignore[misc]
     generator = torch.Generator().manual_seed(_SEED)
     tables = _random_tables(region, 1, generator)

@@ -2,9 +2,8 @@
 
 Rules
 1. ew::activation(gate(x)) · up(x), gate and up linears  →  slices of one linear with rows [gate | up]
-2. The linears that an attention's q, k and v come from (through ropes, norms, views: anything but another
-linear), where
-   they read the same x  →  slices of one linear with rows [q | k | v]
+2. The linears that an attention's q, k and v come from (through ropes, norms, views: anything but another linear),
+   where they read the same x  →  slices of one linear with rows [q | k | v]
 
 Both hold for dense and for quantised linears, if the formats agree. Rounding works row by row, so joining
 before or after quantisation gives the same codes. A linear without a bias takes zeros where another has one.

@@ -1,13 +1,10 @@
-"""A GGUF file as a source of weights: transformers' configuration and names, tensors mapped and dequantised
-when asked.
+"""A GGUF file as a source of weights: transformers' configuration and names, tensors mapped and dequantised when asked.
 
-1. The header is read here, and every offset checked against the file's size. The configuration, the
-tokenizer, the
+1. The header is read here, and every offset checked against the file's size. The configuration, the tokenizer, the
    tensors' names and the rearrangements that llama.cpp's converter made are transformers' own.
-2. A matrix whose rows transformers only moves (llama's q and k) keeps its stored integers with the rows
-moved; one
-   that it transposes (GPT-2) becomes a transposed expression; stacked experts become a concatenation.
-   Everything else is dequantised and goes through transformers' processor.
+2. A matrix whose rows transformers only moves (llama's q and k) keeps its stored integers with the rows moved; one that
+   it transposes (GPT-2) becomes a transposed expression; stacked experts become a concatenation. Everything else is
+   dequantised and goes through transformers' processor.
 3. What transformers drops and the model needs (scaled rotary frequencies) is restored, or refused by name.
 
 | stored as      | kept as                    | else             |
@@ -205,9 +202,7 @@ def _nbytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
 
 
 class GgufTensor(Weight):
-    """A stored matrix (or stack of them), as float32; row i is the file's row `order[i]`. Holds integers
-    (kept.py).
-    """
+    """A stored matrix (or stack of them), as float32; row i is the file's row `order[i]`. Holds integers (kept.py)."""
 
     dtype = torch.float32
 

@@ -2,10 +2,8 @@
 
 Rules, for an operation that writes into its first argument X:
 1. X owns its memory: the functional form takes its place, and whatever reads X later reads the result.
-2. X is a slice of B, which owns its memory: the result is scattered into B, and whatever reads B later reads
-   that.
-3. Anything else, or another view of the same memory that is read later, is refused: the result would depend
-   on aliasing.
+2. X is a slice of B, which owns its memory: the result is scattered into B, and whatever reads B later reads that.
+3. Anything else, or another view of the same memory that is read later, is refused: the result would depend on aliasing.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """insert_paged_kv — attention over one sequence becomes attention over pages of many.
 
 Rules
-1. ew::attention(q, k, v, sinks, alibi, scale, window, softcap)  →  ew::paged_attention with the same
-attributes, which also
-   reads `seq_starts`, `context_lens`, `page_tables` and its layer's two pools, `key_pool_<group>_<layer>` and
+1. ew::attention(q, k, v, sinks, alibi, scale, window, softcap)  →  ew::paged_attention with the same attributes, which
+   also reads `seq_starts`, `context_lens`, `page_tables` and its layer's two pools, `key_pool_<group>_<layer>` and
    `value_pool_<group>_<layer>`. All are new inputs of the graph.
-2. Layers with the same window form one KV group and share a page table; groups are numbered by their first
-layer,
-   and `facts.kv_groups` says what each layer stores a token.
+2. Layers with the same window form one KV group and share a page table; groups are numbered by their first layer, and
+   `facts.kv_groups` says what each layer stores a token.
 """
 
 from __future__ import annotations

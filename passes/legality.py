@@ -128,8 +128,7 @@ _RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "expand", "repeat"))
 
 
 def check(program: Program, ran: Sequence[str] = ()) -> None:
-    """Raise LoweringError at the first node that may not stand at `program.stage`; `ran` names the passes so
-    far."""
+    """Raise LoweringError at the first node that may not stand at `program.stage`; `ran` names the passes so far."""
     earlier: set[fx.Node] = set()
     for node in program.graph.nodes:
         fault = _fault(node, program.stage)

@@ -1,8 +1,7 @@
-"""What passes need to know about linears, dense or quantised: their parts, and how to rewrite their output
-rows.
+"""What passes need to know about linears, dense or quantised: their parts, and how to rewrite their output rows.
 
-The matrix parts of a linear are the weights whose first axis is the output: the matrix itself, or codes,
-scales and offsets, and the bias.
+The matrix parts of a linear are the weights whose first axis is the output: the matrix itself, or codes, scales and
+offsets, and the bias.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ def formats_of(linear: fx.Node) -> tuple[Any, ...]:
 def rewrite_rows(
     program: Program, linear: fx.Node, change: Callable[[Weight], Weight], label: str
 ) -> fx.Node:
-    """A new linear in the place of `linear` whose parts are `change(part)` along the output axis; users are
-    moved."""
+    """A new linear in the place of `linear` whose parts are `change(part)` along the output axis; users are moved."""
     parts: dict[str, fx.Node | None] = {}
     for name, node in parts_of(linear).items():
         parts[name] = None

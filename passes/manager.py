@@ -48,8 +48,7 @@ class Pass(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One line of the pipeline: a pass, the stage the Program has reached once it ran, whether it must
-    match."""
+    """One line of the pipeline: a pass, the stage the Program has reached once it ran, whether it must match."""
 
     rewrite: Pass
     stage: Stage
@@ -82,10 +81,9 @@ def run_steps(
 ) -> list[PassRecord]:
     """Run the steps in order on `program`, in place; returns one record a pass.
 
-    The graph's legality is checked before the first pass and after each. With `dump`, the graph is written to
-    that folder as text, before the first pass and after each. `check(program, name)` is called after each
-    pass. Raises LoweringError, naming the passes that ran, when a graph is illegal or a required pass matched
-    nothing.
+    The graph's legality is checked before the first pass and after each. With `dump`, the graph is written to that
+    folder as text, before the first pass and after each. `check(program, name)` is called after each pass. Raises
+    LoweringError, naming the passes that ran, when a graph is illegal or a required pass matched nothing.
     """
     records: list[PassRecord] = []
     ran: list[str] = []
@@ -122,8 +120,7 @@ def run_steps(
 
 
 def remove_dead_code(program: Program) -> None:
-    """Erase every node that nothing reads, inputs excepted (fx's own routine wants the module to hold the
-    weights)."""
+    """Erase every node that nothing reads, inputs excepted (fx's own routine wants the module to hold the weights)."""
     for node in reversed(program.graph.nodes):
         if not node.users and node.op not in ("placeholder", "output"):
             program.graph.erase_node(node)

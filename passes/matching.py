@@ -1,9 +1,8 @@
 """A small pattern matcher over fx nodes.
 
-A pattern is a tree: `Op` matches a call of one of several targets, `Var` binds whatever stands there (the
-same name binds the same thing), `Num` binds a number, anything else must be equal. Multiplication and
-addition match both ways round. `find(node, pattern)` returns the bindings or None; it never looks at names of
-modules or weights.
+A pattern is a tree: `Op` matches a call of one of several targets, `Var` binds whatever stands there (the same name
+binds the same thing), `Num` binds a number, anything else must be equal. Multiplication and addition match both ways
+round. `find(node, pattern)` returns the bindings or None; it never looks at names of modules or weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """merge_duplicates — what is computed twice is computed once.
 
 Rules
-1. Two nodes with the same target, arguments and named arguments  →  the first. Every op of a Program is a
-function of its
-   arguments (attention writes pages only from stage PAGED on, which is later), so any op may be merged.
+1. Two nodes with the same target, arguments and named arguments  →  the first. Every op of a Program is a function of
+   its arguments (attention writes pages only from stage PAGED on, which is later), so any op may be merged.
 """
 
 from __future__ import annotations

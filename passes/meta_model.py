@@ -20,9 +20,7 @@ __all__ = ["build_on_meta", "fake_weights", "fill_buffers", "first_line"]
 
 
 def build_on_meta(config: Any) -> Any:
-    """The transformers model in float32 on meta tensors, set to the hooks where it knows transformers'
-    interfaces.
-    """
+    """The transformers model in float32 on meta tensors, set to the hooks where it knows transformers' interfaces."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -83,11 +81,9 @@ def _owner_model(model: Any, module: Any) -> Any:
 
 
 def fake_weights(model: Any, weights: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
-    """Turn meta tensors into fake ones on the CPU, so that real buffers and they may meet; returns the real
-    buffers by path.
+    """Turn meta tensors into fake ones on the CPU, so that real buffers and they may meet; returns the real buffers by path.
 
-    Parameters are shared exactly where their bound weights are: a tie that the checkpoint does not keep is
-    cut.
+    Parameters are shared exactly where their bound weights are: a tie that the checkpoint does not keep is cut.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     made: dict[Any, torch.nn.Parameter] = {}

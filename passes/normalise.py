@@ -1,20 +1,16 @@
 """Normalise: no batch axis, tokens first, every activation [T, *features] with sizes that are numbers.
 
 Rules:
-1. The token axis of a captured value is the axis whose size is T; it moves to the front. The batch axis of
-size 1 goes. 2. Views, transposes, expansions, slices and joins become reshape, permute, expand, slice and cat
-inside a token's row.
+1. The token axis of a captured value is the axis whose size is T; it moves to the front. The batch axis of size 1 goes.
+2. Views, transposes, expansions, slices and joins become reshape, permute, expand, slice and cat inside a token's row.
    One that would mix tokens is refused, as is any other op that looks along the token axis.
 3. A product with a weight (linear, matmul, addmm: also the transposed weights of GPT-2) becomes `ew.linear`.
    Layout operations on weights fold into lazy weight expressions; arithmetic on weights stays in the graph.
 4. A value that depends on positions alone is evaluated for every position up to the maximum context:
-`ew.position_table`;
-   a constant where all positions agree, a number where it is a single one.
-5. A lookup by token id, or by position plus a constant, becomes `ew.embedding`; a lookup by a constant, that
-   row.
+   `ew.position_table`; a constant where all positions agree, a number where it is a single one.
+5. A lookup by token id, or by position plus a constant, becomes `ew.embedding`; a lookup by a constant, that row.
 6. A product of complex numbers (DeepSeek-V2's rotation) is spelt out in real ones.
-7. `layer_norm` over the last axis becomes `ew.layer_norm`. Casts between floating types, dropout and copies
-vanish.
+7. `layer_norm` over the last axis becomes `ew.layer_norm`. Casts between floating types, dropout and copies vanish.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""order_rows — a linear whose output is only cut up and rearranged computes it in the order in which it is
-read.
+"""order_rows — a linear whose output is only cut up and rearranged computes it in the order in which it is read.
 
 Rules
-1. The output of ew::linear goes through views, slices, selections and permutations alone to the values that
-others
-   read, every feature reaches at most one of them, and one of them is not a contiguous range of the output  →
-    the weight's rows change places so that each value is a contiguous slice, then a view.
-   So query, key and value that a checkpoint stores head by head (GPT-NeoX, BLOOM, Falcon) become [q | k | v].
+1. The output of ew::linear goes through views, slices, selections and permutations alone to the values that others
+   read, every feature reaches at most one of them, and one of them is not a contiguous range of the output  → the
+   weight's rows change places so that each value is a contiguous slice, then a view. So query, key and value that a
+   checkpoint stores head by head (GPT-NeoX, BLOOM, Falcon) become [q | k | v].
 
 Rows are moved, never changed: the same numbers come out, and the linear of a weight with another use stays.
 """
@@ -85,8 +83,7 @@ def _order(program: Program, linear: fx.Node) -> bool:
 
 
 def _values(linear: fx.Node) -> dict[fx.Node, Tensor]:
-    """The values that others read, in graph order, each with the output rows that it is made of,
-    [*features]."""
+    """The values that others read, in graph order, each with the output rows that it is made of, [*features]."""
     sizes = linear.meta["val"].shape[1:]
     if sizes.numel() != sizes[-1]:  # one matrix applied to several vectors of a token
         return {}

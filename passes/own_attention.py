@@ -10,6 +10,7 @@ Rules:
    Names and configurations are not consulted.
 3. Key/value heads that repeat (g neighbours equal for any input) are cached once.
 4. The rewritten attention must give the same numbers as the traced one on random queries, keys and values.
+
 Source: ALiBi: Press et al. 2022, §3.
 """
 
@@ -44,9 +45,7 @@ _PASSING = {
 
 @dataclasses.dataclass
 class _Found:
-    """One attention: captured nodes of the queries, keys and values [(1,) heads, T, D], the result, and its
-    terms.
-    """
+    """One attention: captured nodes of the queries, keys and values [(1,) heads, T, D], the result, and its terms."""
 
     q: fx.Node
     k: fx.Node
@@ -171,8 +170,7 @@ def _terms(
         or not torch.allclose(other[visible], line[visible], rtol=1e-4, atol=1e-4)
     ):
         raise _fail(softmax, "the scores are not scaled by one number")
-    # The difference of two rounded numbers carries their noise; without a bias the scale itself can be read
-    # off.
+    # The difference of two rounded numbers carries their noise; without a bias the scale itself can be read off.
     plain = at(1.0)[visible & (zero == 0)]
     if plain.numel():
         scale = float(plain.median())

@@ -1,15 +1,13 @@
 """The Program: an FX graph over tokens, its lazily bound weights, and the model's facts.
 
-The graph is always executable. Placeholders are the step's inputs; `get_attr` nodes name weights, which the
-graph module does not hold: `Program.weights` maps each target to a `Weight`, streamed when a node needs it.
-There is exactly one `get_attr` node a weight, right after the placeholders, so a tied tensor is visibly one
-node with several users.
+The graph is always executable. Placeholders are the step's inputs; `get_attr` nodes name weights, which the graph
+module does not hold: `Program.weights` maps each target to a `Weight`, streamed when a node needs it. There is exactly
+one `get_attr` node a weight, right after the placeholders, so a tied tensor is visibly one node with several users.
 
 Every node carries
-- `meta["val"]`: a fake tensor (shape with the symbol T for the number of tokens, dtype as executed: float32
-  for every floating tensor), and
-- `meta["module"]`: the path of the module it came from, such as `model.layers.3.mlp.down_proj` (may be
-  empty).
+- `meta["val"]`: a fake tensor (shape with the symbol T for the number of tokens, dtype as executed: float32 for
+  every floating tensor), and
+- `meta["module"]`: the path of the module it came from, such as `model.layers.3.mlp.down_proj` (may be empty).
 """
 
 from __future__ import annotations
@@ -62,9 +60,7 @@ class KvGroup:
 
 @dataclasses.dataclass
 class ModelFacts:
-    """What the engine must know about the model besides the graph. `max_context` is the engine's stated limit
-    in tokens.
-    """
+    """What the engine must know about the model besides the graph. `max_context` is the engine's stated limit in tokens."""
 
     model_type: str
     vocab_size: int
@@ -80,9 +76,7 @@ class ModelFacts:
 
 
 class Program:
-    """A graph module, the stage it has reached, its weights by `get_attr` target, the model's facts, and
-    notes for the user.
-    """
+    """A graph module, the stage it has reached, its weights by `get_attr` target, the model's facts, and notes for the user."""
 
     def __init__(
         self,
@@ -150,9 +144,7 @@ class Program:
         return self.weights[str(node.target)]
 
     def add_weight(self, name: str, weight: Weight) -> fx.Node:
-        """Register a weight under a target name and return its node. The same name twice must be the same
-        object.
-        """
+        """Register a weight under a target name and return its node. The same name twice must be the same object."""
         known = self.weights.get(name)
         if known is not None and known is not weight:
             raise ValueError(f"the program already has another weight named {name}")
@@ -160,9 +152,7 @@ class Program:
         return self.weight_node(name)
 
     def weight_node(self, name: str) -> fx.Node:
-        """The one `get_attr` node of a registered weight, made after the last input or weight when there is
-        none yet.
-        """
+        """The one `get_attr` node of a registered weight, made after the last input or weight when there is none yet."""
         known = self.graph.find_nodes(op="get_attr", target=name, sort=False)
         if known:
             return known[0]
@@ -237,8 +227,8 @@ class Program:
     ) -> fx.Node:
         """Insert a call with its meta filled in.
 
-        It goes `before` or `after` a node (default: at the end, before the output). `module` defaults to the
-        first argument's that has one.
+        It goes `before` or `after` a node (default: at the end, before the output). `module` defaults to the first
+        argument's that has one.
         """
         if before is None and after is None:
             before = self.graph.output_node()
@@ -263,9 +253,8 @@ class Program:
     ) -> torch.Tensor:
         """Run the graph in float32 on the CPU, one node at a time, and return the logits `[T, vocab]`.
 
-        `tokens[T]` is one sequence and `positions[T]` defaults to 0, 1, 2, …; further placeholders (a paged
-        program's) are given by name. Weights are loaded at each use and freed after it; a value is freed
-        after its last use.
+        `tokens[T]` is one sequence and `positions[T]` defaults to 0, 1, 2, …; further placeholders (a paged program's)
+        are given by name. Weights are loaded at each use and freed after it; a value is freed after its last use.
         """
         dtype = torch.int64 if self.stage == Stage.CAPTURED else torch.int32
         ids = torch.as_tensor(tokens, dtype=dtype)
@@ -318,9 +307,7 @@ class _AnyName(torch.nn.Module):
 
 
 class Execution(fx.Interpreter):
-    """Runs a Program node by node. A `get_attr` node's value is its `Weight`, loaded (as float32 if floating)
-    at each use.
-    """
+    """Runs a Program node by node. A `get_attr` node's value is its `Weight`, loaded (as float32 if floating) at each use."""
 
     def __init__(self, program: Program):
         super().__init__(program.graph_module, garbage_collect_values=True)

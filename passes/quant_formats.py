@@ -47,9 +47,7 @@ _SMALLEST_NORMAL_F16 = 2.0**-14
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a stored matrix represents real weights. `group` counts inputs that share a scale; 0 is a whole
-    row.
-    """
+    """How a stored matrix represents real weights. `group` counts inputs that share a scale; 0 is a whole row."""
 
     name: str
     bits: int
@@ -127,10 +125,9 @@ def dequantise(tensor: QuantTensor) -> Tensor:
 def quantise_rtn(weight: Tensor, weight_format: str, search: str = "minmax") -> QuantTensor:
     """Round `weight` [..., N, K] to the nearest codes of a format.
 
-    `search`: 'minmax' spans each group's own values; 'mse' tries SHRINKS of that span and keeps, group by
-    group, the one with the least squared error. Scales and offsets are rounded to their stored precision
-    first, and the codes are chosen against the rounded ones. Raises ValueError on values that are not
-    finite, or too large for the format.
+    `search`: 'minmax' spans each group's own values; 'mse' tries SHRINKS of that span and keeps, group by group, the
+    one with the least squared error. Scales and offsets are rounded to their stored precision first, and the codes are
+    chosen against the rounded ones. Raises ValueError on values that are not finite, or too large for the format.
     """
     form = FORMATS[weight_format]
     if form.bits == 16:

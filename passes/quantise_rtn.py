@@ -4,15 +4,12 @@
 2. ew::moe(x, …, W1, …, W2, …) -> ew::quantised_moe(…): both matrices in one format
 3. ew::embedding(tokens, W)   -> ew::quantised_embedding(tokens, codes, scales, offsets)
 4. A matrix whose format is f32 stays as it is, and so does a table looked up by position.
-5. A matrix used twice (a tied head) stays one stored tensor where both uses ask for one format; else it is
-stored once
+5. A matrix used twice (a tied head) stays one stored tensor where both uses ask for one format; else it is stored once
    in each, and a note says so.
 6. The linear that produces the logits is the head; a linear whose result chooses experts is a router; the
-recipe
-   speaks of each apart.
-7. `keep` takes the integers that the checkpoint holds, where rows only moved. What no kernel reads
-(K-quants and
-   their kin) is rounded again to the nearest format, and a note says so.
+   recipe speaks of each apart.
+7. `keep` takes the integers that the checkpoint holds, where rows only moved. What no kernel reads (K-quants and their
+   kin) is rounded again to the nearest format, and a note says so.
 
 All formats are chosen and checked before any weight is read; the rounding itself happens when a backend
 loads the parts. What is done to each row depends on that row alone.
@@ -50,9 +47,7 @@ class Quantise:
         self.options: Mapping[str, Any] = recipe.resolved()
 
     def run(self, program: Program) -> PassResult:
-        """Rewrite every matrix in place. Raises InputError for patterns or formats that this model cannot
-        have.
-        """
+        """Rewrite every matrix in place. Raises InputError for patterns or formats that this model cannot have."""
         found = roles(program)
         names = _module_names(program, found)
         assigned = self.recipe.assign({names[node]: role for node, role in found.items()})

@@ -1,5 +1,4 @@
-"""Rotary embeddings whose frequencies depend on the length of the text, fixed by the engine's stated maximum
-context.
+"""Rotary embeddings whose frequencies depend on the length of the text, fixed by the engine's stated maximum context.
 
 `dynamic` (NTK) and `longrope` choose their frequencies from the longest position of a call. Keys that are
 cached cannot follow such a choice, so one set is taken for every length: the one that the model uses at
@@ -56,8 +55,7 @@ def exact_context(config: Any) -> int | None:
 
 
 def fix_rope_lengths(model: Any, max_context: int) -> list[str]:
-    """Give every rotary module the frequencies of `max_context` tokens and make it stop choosing; returns
-    notes.
+    """Give every rotary module the frequencies of `max_context` tokens and make it stop choosing; returns notes.
 
     Call with real (not meta) buffers.
     """

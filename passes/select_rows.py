@@ -1,11 +1,9 @@
 """select_rows — after the last attention only the rows whose logits are wanted are computed.
 
 Rules
-1. The nodes that depend on the last attention's output need no other token's row. Each value with a row a
-token that
-   enters them from outside (the attention's output, the residual stream …) is cut once by
-   ew::select_rows(value, logit_rows); they themselves run on R rows, as the last MLP, the final norm and the
-   head do.
+1. The nodes that depend on the last attention's output need no other token's row. Each value with a row a token that
+   enters them from outside (the attention's output, the residual stream …) is cut once by ew::select_rows(value,
+   logit_rows); they themselves run on R rows, as the last MLP, the final norm and the head do.
 2. In a graph without attention, the output alone is cut.
 
 `logit_rows` [R] is a new input. The logits become [R, vocab].
@@ -49,8 +47,7 @@ class SelectRows:
 
 
 def _selected(program: Program, source: fx.Node, rows: fx.Node, first: fx.Node) -> fx.Node:
-    """The chosen rows of a value; those of an input are chosen just before `first`, to keep the inputs
-    together."""
+    """The chosen rows of a value; those of an input are chosen just before `first`, to keep the inputs together."""
     before, after = (first, None) if source.op == "placeholder" else (None, source)
     module = source.meta.get("module")
     return program.call(OPS["select_rows"], (source, rows), before=before, after=after, module=module)

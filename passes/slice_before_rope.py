@@ -1,10 +1,8 @@
 """slice_before_rope — heads that nobody reads are dropped before they are rotated.
 
 Rules
-1. ew::rope(x, …)[:, a:b:s]  →  ew::rope(x[:, a:b:s], …), where nothing else reads the rope's result. Every
-head is rotated
-   alike. So keys that a model repeats for several query heads, and of which capture takes one each, are
-   rotated once.
+1. ew::rope(x, …)[:, a:b:s]  →  ew::rope(x[:, a:b:s], …), where nothing else reads the rope's result. Every head is rotated
+   alike. So keys that a model repeats for several query heads, and of which capture takes one each, are rotated once.
 """
 
 from __future__ import annotations

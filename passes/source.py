@@ -29,9 +29,7 @@ _SAMPLES = ("Hello, world! 12 + 3\n\tx = 'é 日本語 👩‍👩‍👧'", " t
 
 
 def open_source(model: str | os.PathLike[str]) -> ModelSource:
-    """Open a model by path or hub name. Raises InputError for what is not a causal language model on this
-    disk.
-    """
+    """Open a model by path or hub name. Raises InputError for what is not a causal language model on this disk."""
     path = Path(model).expanduser()
     if not path.exists():
         path = _from_hub(str(model))
@@ -112,8 +110,7 @@ class ModelSource:
             raise InputError(f"transformers cannot read the tokenizer in {self.path}", found=said) from error
 
     def write_tokenizer(self, folder: str | os.PathLike[str]) -> list[str]:
-        """Write tokenizer.json, tokenizer_config.json and, if there is one, chat_template.jinja; return the
-        names.
+        """Write tokenizer.json, tokenizer_config.json and, if there is one, chat_template.jinja; return the names.
 
         `tokenizer_config.json` gains `eos_token_ids`. Raises InputError when the `tokenizers` library alone
         would not encode as transformers does. A model without a tokenizer writes nothing.

@@ -63,9 +63,7 @@ def refuse_unsupported(config: Any) -> None:
 
 
 def resolve_context(config: Any, stated: int | None) -> tuple[int, list[str]]:
-    """The engine's limit in tokens, and notes. Learned positions cannot be exceeded; RoPE may be, with a
-    note.
-    """
+    """The engine's limit in tokens, and notes. Learned positions cannot be exceeded; RoPE may be, with a note."""
     own = next((int(getattr(config, key)) for key in _CONTEXT_KEYS if getattr(config, key, None)), None)
     if stated is None:
         if own is None:

@@ -115,9 +115,7 @@ _WeightFile = SafetensorsFile | PickledFile
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Weight], list[str]]:
-    """Every tensor the folder's checkpoint holds, by its name there, and notes about files that were left
-    unopened.
-    """
+    """Every tensor the folder's checkpoint holds, by its name there, and notes about files that were left unopened."""
     opener: Callable[[Path], _WeightFile]
     for index, single, opener in ((_SAFE_INDEX, _SAFE, SafetensorsFile), (_BIN_INDEX, _BIN, PickledFile)):
         if (path / index).is_file():

@@ -1,9 +1,8 @@
-"""How a model's tensors follow from a checkpoint's: transformers' renamings and conversions, evaluated on
-expressions.
+"""How a model's tensors follow from a checkpoint's: transformers' renamings and conversions, evaluated on expressions.
 
-Experts stored one by one become a lazy stack, a fused matrix a lazy slice; what cannot be expressed so is
-converted at load. Tied tensors are one weight. A tensor that the checkpoint lacks may stand for another only
-where the configuration ties them.
+Experts stored one by one become a lazy stack, a fused matrix a lazy slice; what cannot be expressed so is converted at
+load. Tied tensors are one weight. A tensor that the checkpoint lacks may stand for another only where the configuration
+ties them.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ __all__ = ["check_bound", "convert_names", "tie"]
 def convert_names(
     model: Any, tensors: Mapping[str, Weight], source: str
 ) -> tuple[dict[str, Weight], list[str]]:
-    """Bind checkpoint tensors to the names of the meta `model`'s state dict, following transformers'
-    conversion mapping.
+    """Bind checkpoint tensors to the names of the meta `model`'s state dict, following transformers' conversion mapping.
 
-    Returns the weights (tied names share one object) and notes. Raises InputError for a missing or misshapen
-    tensor.
+    Returns the weights (tied names share one object) and notes. Raises InputError for a missing or misshapen tensor.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -78,9 +75,7 @@ def _matches(key: str, patterns: Iterable[str]) -> bool:
 
 
 def tie(model: Any, bound: dict[str, Weight], wanted: Mapping[str, Any]) -> list[str]:
-    """Give tied names one object. As transformers does, a tie holds unless the checkpoint has both tensors
-    and they differ.
-    """
+    """Give tied names one object. As transformers does, a tie holds unless the checkpoint has both tensors and they differ."""
     notes = []
     for name, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if name not in wanted or other not in wanted:

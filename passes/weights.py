@@ -5,9 +5,8 @@ its inner nodes (transpose, concatenate, stack, slice …) describe how the mode
 checkpoint's. `load()` evaluates the expression and keeps nothing, so that a model larger than the spare
 memory can be processed tensor by tensor.
 
-Rewrites should use the functions at the end (`transposed`, `sliced`, …): they fold trivial cases, so that two
-routes to the same tensor give short expressions and a reader that streams (`load_rows`) touches only the
-bytes it needs.
+Rewrites should use the functions at the end (`transposed`, `sliced`, …): they fold trivial cases, so that two routes to
+the same tensor give short expressions and a reader that streams (`load_rows`) touches only the bytes it needs.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class TensorReader(Protocol):
 class Weight:
     """A tensor by name, shape and dtype whose values are produced on request.
 
-    `name` is the tensor's name in the checkpoint (for a derived weight, of what it is made of): for messages
-    and patterns.
+    `name` is the tensor's name in the checkpoint (for a derived weight, of what it is made of): for messages and patterns.
     """
 
     name: str
@@ -44,9 +42,7 @@ class Weight:
     dtype: torch.dtype
 
     def load(self) -> torch.Tensor:
-        """The values, on the CPU, with this shape and dtype. Treat the result as read only: it may be a view
-        of a mapped file.
-        """
+        """The values, on the CPU, with this shape and dtype. Treat the result as read only: it may be a view of a mapped file."""
         raise NotImplementedError
 
     def load_rows(self, start: int, stop: int) -> torch.Tensor:

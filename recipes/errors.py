@@ -1,7 +1,7 @@
 """The one family of errors, and how each is worded: what was found, what was expected, what to do.
 
-It stands at the bottom of the import arrows, so that every part can raise it. An error's `exit_code` is what
-the command lines return.
+It stands at the bottom of the import arrows, so that every part can raise it. An error's `exit_code` is what the
+command lines return.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = [
 class EnginewrightError(Exception):
     """Something a user can act on.
 
-    `message` says what went wrong; `found`, `expected` and `action` (each optional) become one line each.
-    `str()` gives the whole text.
+    `message` says what went wrong; `found`, `expected` and `action` (each optional) become one line each. `str()` gives
+    the whole text.
     """
 
     exit_code = 2

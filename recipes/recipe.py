@@ -1,8 +1,7 @@
 """Recipes: what to do to a model, as data.
 
-A recipe is a YAML file of formats and of limits that the finished engine must keep. Loading resolves
-`extends`, then the `--set` overrides, then checks every key and value. The result is a tree of frozen
-dataclasses.
+A recipe is a YAML file of formats and of limits that the finished engine must keep. Loading resolves `extends`, then
+the `--set` overrides, then checks every key and value. The result is a tree of frozen dataclasses.
 
     extends: int4                                       # a recipe's name, or a path relative to this file
     overrides:                                          # the last pattern that matches a module decides

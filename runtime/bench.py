@@ -41,9 +41,8 @@ def bench(
 ) -> dict[str, Any]:
     """Return the figures of the engine at `path` as plain values; rates are medians of `repeat` runs.
 
-    Keys: engine, threads, isa, load_seconds, peak_memory_bytes, read_bandwidth_gbs, ping_ms (a prompt of one
-    token to its first new token), prefill [{tokens, tokens_per_second}], decode [{batch, tokens_per_second,
-    step_ms}].
+    Keys: engine, threads, isa, load_seconds, peak_memory_bytes, read_bandwidth_gbs, ping_ms (a prompt of one token to
+    its first new token), prefill [{tokens, tokens_per_second}], decode [{batch, tokens_per_second, step_ms}].
     """
     started = time.perf_counter()
     with load(path, threads, weights, max_sequences=max(batches)) as engine:
@@ -134,9 +133,7 @@ def _peak_memory() -> int:
 
 
 def read_bandwidth(threads: int, megabytes: int = 192, rounds: int = 5) -> float:
-    """Return GB/s at which `threads` threads together read memory: each its own `megabytes`, the best of
-    `rounds`.
-    """
+    """Return GB/s at which `threads` threads together read memory: each its own `megabytes`, the best of `rounds`."""
     data = [np.ones(megabytes << 18, np.int32) for _ in range(threads)]
     best = 0.0
     for _ in range(rounds):

@@ -1,15 +1,13 @@
 """Chat templates: the Jinja programs that come with a model and turn messages into its prompt text.
 
-They are set up exactly as transformers sets them up (version 5; `utils/chat_template_utils.py`): a sandbox in
-which nothing can be changed, trimmed blocks, loop controls, a `tojson` that escapes nothing,
-`raise_exception`, `strftime_now`, a `generation` tag that only marks, a guarded `namespace`. What
-transformers renders is rendered alike, character for character, with two additions where it would fail or
-print Python: text parts are joined for a template that knows only strings, and a missing content counts as
-empty.
+They are set up exactly as transformers sets them up (version 5; `utils/chat_template_utils.py`): a sandbox in which
+nothing can be changed, trimmed blocks, loop controls, a `tojson` that escapes nothing, `raise_exception`,
+`strftime_now`, a `generation` tag that only marks, a guarded `namespace`. What transformers renders is rendered alike,
+character for character, with two additions where it would fail or print Python: text parts are joined for a template
+that knows only strings, and a missing content counts as empty.
 
 Text inside a message is data to the template, but the tokenizer that reads the result cannot tell it from the
-template's own: a message that spells a special token is encoded as that token, as it is in transformers by
-default.
+template's own: a message that spells a special token is encoded as that token, as it is in transformers by default.
 """
 
 from __future__ import annotations
@@ -37,9 +35,7 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` marks what the assistant said; for a prompt it is the text
-    inside.
-    """
+    """`{% generation %} … {% endgeneration %}` marks what the assistant said; for a prompt it is the text inside."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
@@ -139,9 +135,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text of a conversation.
 
-        `template` names one of several, or is itself a template. `continue_final_message` leaves the last
-        message open, for the model to go on with. `variables` are handed to the template (they hide special
-        tokens of that name).
+        `template` names one of several, or is itself a template. `continue_final_message` leaves the last message open,
+        for the model to go on with. `variables` are handed to the template (they hide special tokens of that name).
         """
         compiled = self._compile(self._choose(template, tools))
         chat = _check_messages(messages, parts=compiled.takes_parts)

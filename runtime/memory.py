@@ -23,10 +23,9 @@ def plan_pages(
 ) -> list[int]:
     """Return the pages of each group.
 
-    With `tokens` given, full-attention groups take so many tokens, otherwise as many as fit in `limit_bytes`;
-    never more than max_sequences x max_context. A group with a window gets what max_sequences sequences can
-    hold in it, at most as much as the others. `chunk` is the most tokens of one sequence in a step.
-    InputError when not even one token fits.
+    With `tokens` given, full-attention groups take so many tokens, otherwise as many as fit in `limit_bytes`; never
+    more than max_sequences x max_context. A group with a window gets what max_sequences sequences can hold in it, at
+    most as much as the others. `chunk` is the most tokens of one sequence in a step. InputError when not even one token fits.
     """
     most = max_sequences * max_context
     wanted = min(tokens or most, most)

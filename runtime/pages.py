@@ -1,14 +1,13 @@
 """The page pool: who holds which page of the key/value cache.
 
-Layers that share a window form a KV group, and every group has its own pages and its own table a sequence. A
-page holds `page_size` consecutive tokens of one sequence. Executors own the memory; this file only hands out
-numbers.
+Layers that share a window form a KV group, and every group has its own pages and its own table a sequence. A page holds
+`page_size` consecutive tokens of one sequence. Executors own the memory; this file only hands out numbers.
 
 Rules, which `check_invariants` states as code:
 1. a page is either free, once, with no reference, or referenced exactly as often as tables name it;
 2. a sequence holds one unbroken range of pages a group: [first, past); every other entry of its row is -1;
-3. a full-attention group keeps everything (first == 0); a group with a window has given back each page that
-   the next token cannot read any more;
+3. a full-attention group keeps everything (first == 0); a group with a window has given back each page that the next
+   token cannot read any more;
 4. closed sequences hold nothing.
 """
 

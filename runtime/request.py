@@ -51,8 +51,7 @@ class SamplingOptions:
     - `seed`: 0 … 2**64 - 1. The token at a position depends on (seed, position, logits) and nothing else.
     - `ignore_eos`: go on past the end-of-sequence tokens.
     - `stop`: strings that end the text; it is cut before the earliest (`include_stop` keeps it).
-    - `stop_token_ids`: further ids that end the request, as an end-of-sequence token does; `ignore_eos`
-      spares them not.
+    - `stop_token_ids`: further ids that end the request, as an end-of-sequence token does; `ignore_eos` spares them not.
     """
 
     max_tokens: int | None = None
@@ -108,10 +107,9 @@ class Status(enum.Enum):
 class Request:
     """One sequence on its way through the loop. The loop alone changes it.
 
-    `tokens` is the prompt followed by what was generated. `computed` counts the tokens whose keys and values
-    stand in the cache, so `len(tokens) - computed` are pending: the whole prompt at first, one token in
-    steady decoding, everything again after a preemption. `keep_logits` asks for the logits of every prompt
-    position and generates nothing.
+    `tokens` is the prompt followed by what was generated. `computed` counts the tokens whose keys and values stand in
+    the cache, so `len(tokens) - computed` are pending: the whole prompt at first, one token in steady decoding,
+    everything again after a preemption. `keep_logits` asks for the logits of every prompt position and generates nothing.
     """
 
     tokens: list[int]
@@ -149,10 +147,9 @@ class Request:
 class Completion:
     """What one prompt became.
 
-    `finish_reason` is "stop" (an end-of-sequence token, a stop id or a stop string), "length" (max_tokens,
-    the context limit, or a page pool with nothing left to give), "abort" or "error". `token_ids` includes the
-    token that ended it. `logprobs[i]` is the natural logarithm of the probability that the model (at
-    temperature 1) gave `token_ids[i]`.
+    `finish_reason` is "stop" (an end-of-sequence token, a stop id or a stop string), "length" (max_tokens, the context
+    limit, or a page pool with nothing left to give), "abort" or "error". `token_ids` includes the token that ended it.
+    `logprobs[i]` is the natural logarithm of the probability that the model (at temperature 1) gave `token_ids[i]`.
     """
 
     prompt: str | None

@@ -31,9 +31,8 @@ except ImportError:  # another backend on a machine that the native module does 
 
 __all__ = ["GREEDY_BELOW", "Drawn", "argmax_rows", "draw", "gumbel_noise", "logsumexp_rows"]
 
-GREEDY_BELOW = (
-    1e-5  # temperatures up to this are greedy: softmax(logits / T) has collapsed on the largest logit
-)
+# Temperatures up to this are greedy: softmax(logits / T) has collapsed on the largest logit.
+GREEDY_BELOW = 1e-5
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -76,9 +75,7 @@ def _mix(z: int) -> int:
 
 
 def _log(x: np.ndarray) -> np.ndarray:
-    """Natural logarithm of positive, normal float64 values, to about 1e-15 relative; the same bits on any
-    machine.
-    """
+    """Natural logarithm of positive, normal float64 values, to about 1e-15 relative; the same bits on any machine."""
     mantissa, exponent = np.frexp(x)  # mantissa in [0.5, 1)
     low = mantissa < _SQRT_HALF
     mantissa = np.where(low, mantissa + mantissa, mantissa)
@@ -95,9 +92,8 @@ def _log(x: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=4)
 def _counters(count: int) -> np.ndarray:
     with np.errstate(over="ignore"):
-        return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(
-            _GAMMA
-        )  # modulo 2**64, as all steps below
+        # Modulo 2**64, as all steps below.
+        return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GAMMA)
 
 
 def _random_bits(seed: int, position: int, count: int) -> np.ndarray:

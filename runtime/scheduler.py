@@ -5,9 +5,8 @@ Rules:
    of arrival, until the step's token budget is used up.
 2. Then waiting requests are admitted strictly in order of arrival, while pages remain for all their tokens
    beside what the running ones still need. Nobody is overtaken, so nobody starves.
-3. When a running request finds no page, the youngest running request is preempted: it gives everything back
-   and is computed again later (its tokens are kept, so nothing that was said changes). The oldest always
-   moves on, so the whole does.
+3. When a running request finds no page, the youngest running request is preempted: it gives everything back and is computed
+   again later (its tokens are kept, so nothing that was said changes). The oldest always moves on, so the whole does.
 4. A request that is alone and still finds no page has reached what the pool can hold: it ends with "length".
 5. A request whose prompt can never fit is refused when it arrives.
 
@@ -185,9 +184,7 @@ class Scheduler:
                 spare = list(self._spare_pages())
 
     def _spare_pages(self) -> Iterator[int]:
-        """Pages of each group that are free beyond what running requests need: all their tokens, and one page
-        to grow.
-        """
+        """Pages of each group that are free beyond what running requests need: all their tokens, and one page to grow."""
         pool = self.pool
         for g, group in enumerate(pool.groups):
             spare = pool.free(g)

@@ -5,8 +5,8 @@ that transformers adds to it at load (special tokens, begin-of-sequence rule) al
 `tokenizer_config.json` gives the names of the special tokens and how decoding cleans up.
 
 A stream of tokens cannot be decoded token by token: characters span tokens, and some decoders look back.
-`IncrementalDetokenizer` gives text as soon as no later token can change it, so that its pieces always add up
-to `decode` of all ids.
+`IncrementalDetokenizer` gives text as soon as no later token can change it, so that its pieces always add up to
+`decode` of all ids.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; `add_special_tokens` adds what the model puts around a text, such as
-        `<bos>`.
-        """
+        """Return the ids of `text`; `add_special_tokens` adds what the model puts around a text, such as `<bos>`."""
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
@@ -127,8 +125,7 @@ class _Stream(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Decodes a stream of tokens: what `push` and `finish` return adds up to `tokenizer.decode` of all
-    tokens.
+    """Decodes a stream of tokens: what `push` and `finish` return adds up to `tokenizer.decode` of all tokens.
 
     Text is held back only while a later token may change it: an unfinished character, or, for byte-fallback
     tokens (`<0xE4>`), the run of bytes, whose decoder turns the whole run into U+FFFD when any part of it is

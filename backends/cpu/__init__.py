@@ -1,7 +1,6 @@
 """The cpu backend: a flat list of instructions over planned buffers, run by native code.
 
-`lower` (which needs torch) and the executor (which needs numpy and the native module) are imported only when
-used.
+`lower` (which needs torch) and the executor (which needs numpy and the native module) are imported only when used.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ _ROW_SPLIT = """embedding rms_norm layer_norm activation gated_activation rope e
 class Instruction:
     """One line of the program.
 
-    `in_place` lists (output, input) positions that may be one buffer, `changes` the inputs that it
-    overwrites.
+    `in_place` lists (output, input) positions that may be one buffer, `changes` the inputs that it overwrites.
     """
 
     op: str

@@ -28,11 +28,10 @@ def _steps_own_errors() -> Iterator[None]:
 class CpuExecutor:
     """Runs a lowered program. See `enginewright.backends.base.Executor` for the methods' contract.
 
-    `program`, `weights_file`: program.json and weights.bin. `threads`: None takes one for each core that the
-    process may use (affinity and cgroup quota). `weights`: "mmap" shares the file's pages with other
-    processes, "copy" reads them into (huge) pages of this one. `max_tokens`, `max_rows`: rows and logit rows
-    a step may have (max_rows: max_tokens unless given). `isa`: "avx512", "avx2" or "portable"; the best that
-    the machine has unless given.
+    `program`, `weights_file`: program.json and weights.bin. `threads`: None takes one for each core that the process
+    may use (affinity and cgroup quota). `weights`: "mmap" shares the file's pages with other processes, "copy" reads
+    them into (huge) pages of this one. `max_tokens`, `max_rows`: rows and logit rows a step may have (max_rows:
+    max_tokens unless given). `isa`: "avx512", "avx2" or "portable"; the best that the machine has unless given.
 
     Raises ArtifactError for a program that is damaged or does not fit its weights, InputError for options.
     """

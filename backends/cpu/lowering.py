@@ -1,8 +1,8 @@
 """What every lowering rule works with: the table of rules, and the state of one lowering.
 
-A rule is a function of one graph node, registered under the op's name (`ew::rms_norm`, `aten::mul`). It
-appends instructions and returns what stands for the node's result: a View, a tuple of them, or one of the
-forms below that wait for their user.
+A rule is a function of one graph node, registered under the op's name (`ew::rms_norm`, `aten::mul`). It appends
+instructions and returns what stands for the node's result: a View, a tuple of them, or one of the forms below that wait
+for their user.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ class Lowering:
     ) -> View:
         """One elementwise instruction over broadcast operands; returns its new value.
 
-        `shape` defaults to the broadcast of the operands, `dtype` to f32 if any operand is, except for kinds
-        that give truth values.
+        `shape` defaults to the broadcast of the operands, `dtype` to f32 if any operand is, except for kinds that give
+        truth values.
         """
         views = [o for o in operands if isinstance(o, View)]
         real = any(v.dtype == "f32" for v in views) or any(isinstance(o, float) for o in operands)

@@ -1,19 +1,17 @@
 """How matrices lie in weights.bin: tiles of 16 output rows, each one sequential stream for the kernels.
 
-A matrix [N, K] is padded with zero rows to N16 = 16 * tiles, and along K with zero columns to Kp. Tiles
-follow one another; within a tile the 16 rows are interleaved so that one 64-byte block holds all of them for
-a few consecutive k:
+A matrix [N, K] is padded with zero rows to N16 = 16 * tiles, and along K with zero columns to Kp. Tiles follow one
+another; within a tile the 16 rows are interleaved so that one 64-byte block holds all of them for a few consecutive k:
 
-    f32        Kp = K                   [Kp][16] f32 bf16       Kp multiple of 2         [Kp/2][16][2] bf16
-    int8       Kp multiple of 64        16 f32 scales (one a row), then [Kp/4][16][4] u8 = code + 128 int8_g32
-    Kp multiple of 32        [Kp/32][16] f16 scales, zeros to a multiple of 64 bytes, then as int8 int4_gG
-    Kp multiple of G         [Kp/G][16] f16 scales, [Kp/G][16] f16 offsets, then [Kp/8][16][4] u8, where byte
-    j of a
-                                        row in block o is code(8o + j) | code(8o + 4 + j) << 4
+    f32        Kp = K                   [Kp][16] f32
+    bf16       Kp multiple of 2         [Kp/2][16][2] bf16
+    int8       Kp multiple of 32        16 f32 scales (one a row), then [Kp/4][16][4] u8 = code + 128
+    int8_g32   Kp multiple of 32        [Kp/32][16] f16 scales, zeros to a multiple of 64 bytes, then as int8
+    int4_gG    Kp multiple of G         [Kp/G][16] f16 scales, [Kp/G][16] f16 offsets, then [Kp/8][16][4] u8, where
+                                        byte j of a row in block o is code(8o + j) | code(8o + 4 + j) << 4
 
-A weight's value is scale * code (int8: code -127..127) or scale * code + offset (int4: code 0..15). Padding
-holds code zero (the stored byte 128 for int8) and scale zero. Every tile's size is a multiple of 64 bytes.
-All is little-endian.
+A weight's value is scale * code (int8: code -127..127) or scale * code + offset (int4: code 0..15). Padding holds code
+zero (the stored byte 128 for int8) and scale zero. Every tile's size is a multiple of 64 bytes. All is little-endian.
 """
 
 from __future__ import annotations
@@ -88,8 +86,8 @@ class Layout:
 class Rows:
     """Some rows of a matrix: `values` [n, k] is float32, uint16 bits (bf16), int8 or uint8 (int4).
 
-    `scales` and `offsets` are float32 [n, groups], already rounded to f16 where the format stores f16; None
-    where the format has none.
+    `scales` and `offsets` are float32 [n, groups], already rounded to f16 where the format stores f16; None where the
+    format has none.
     """
 
     values: Array

@@ -2,14 +2,13 @@
 
 Sizes and offsets are bytes a row, since every value of an arena has the step's rows. Two rules decide:
 
-1. Sharing. An output that may be computed in place takes over the buffer of an input that dies in the same
-instruction. 2. Placement, largest first: a buffer goes to the lowest offset where it meets no placed buffer
-that lives at the same time
-   (Pisarchyk & Lee 2020, "Efficient Memory Management for Deep Neural Net Inference", greedy by size).
+1. Sharing. An output that may be computed in place takes over the buffer of an input that dies in the same instruction.
+2. Placement, largest first: a buffer goes to the lowest offset where it meets no placed buffer that lives at the same
+   time (Pisarchyk & Lee 2020, "Efficient Memory Management for Deep Neural Net Inference", greedy by size).
 
-Instructions of one phase can run without a barrier between them, each thread on its own rows, if no memory is
-touched in two ways: buffers of different row sizes overlap across rows. So whatever is touched within a phase
-counts as alive throughout it.
+Instructions of one phase can run without a barrier between them, each thread on its own rows, if no memory is touched
+in two ways: buffers of different row sizes overlap across rows. So whatever is touched within a phase counts as alive
+throughout it.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class Buffer:
 class Access:
     """What one instruction touches, by index of the value.
 
-    `in_place` lists (written, read) pairs that may be one buffer. `phase` never falls from one instruction to
-    the next.
+    `in_place` lists (written, read) pairs that may be one buffer. `phase` never falls from one instruction to the next.
     """
 
     reads: tuple[int, ...]
@@ -129,8 +127,7 @@ def _place(blocks: list[_Block]) -> int:
 def plan(buffers: Sequence[Buffer], accesses: Sequence[Access], keep: Collection[int] = ()) -> Plan:
     """Give every value an offset such that no two values overlap while both are needed.
 
-    A value lives from the first instruction that touches it to the last; those of `keep` to the end of the
-    step.
+    A value lives from the first instruction that touches it to the last; those of `keep` to the end of the step.
     """
     blocks = _share(buffers, accesses, keep)
     result = Plan([0] * len(buffers))

@@ -38,8 +38,7 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 class Matrix:
     """A weight [N, K], or a stack [E, N, K], in the format it is stored in.
 
-    `values` holds numbers (f32), bfloat16 (bf16) or codes; `scales` and `offsets` are None where the format
-    has none.
+    `values` holds numbers (f32), bfloat16 (bf16) or codes; `scales` and `offsets` are None where the format has none.
     """
 
     format: str

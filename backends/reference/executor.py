@@ -20,9 +20,8 @@ _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 class ReferenceExecutor:
     """Owns a Program's page pools and evaluates its graph node by node.
 
-    Weights are loaded when a node needs them and freed after it, so that memory holds one layer's at a time.
-    `program` is at stage PAGED or FINAL and is not changed. `kv_format`: f32 or bf16, what keys and values
-    are rounded to.
+    Weights are loaded when a node needs them and freed after it, so that memory holds one layer's at a time. `program`
+    is at stage PAGED or FINAL and is not changed. `kv_format`: f32 or bf16, what keys and values are rounded to.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """ew::add_rms_norm — a residual addition and the RMS norm of its sum, in one pass over the row.
 
-x [T, D], residual [T, D], weight [D]?  ->  (normed [T, D], sum [T, D]):  sum = x + residual, normed =
-rms_norm(sum)
+x [T, D], residual [T, D], weight [D]?  ->  (normed [T, D], sum [T, D]):  sum = x + residual, normed = rms_norm(sum)
 """
 
 from torch import Tensor

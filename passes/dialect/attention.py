@@ -2,12 +2,11 @@
 
     q [T, H, Dk], k [T, Hk, Dk], v [T, Hk, Dv], sinks [H]?, alibi [H]?  ->  [T, H, Dv] of q's dtype
 
-Row t attends rows max(0, t - window + 1) … t (`window` 0: from row 0). H is a multiple of Hk: query head h
-reads key/value head h // (H / Hk). Scores are scale · q·k, then softcap · tanh(scores / softcap) unless
-`softcap` is 0, then plus alibi[h] · (key position - query position). A sink is one more logit of the softmax,
-with no value. `layer` counts the model's attention nodes in order. Row t is position t.
-Sources: Vaswani et al. 2017; ALiBi: Press et al. 2022, eq. in §3; softcap: Gemma 2 report 2024, §2; sinks:
-gpt-oss 2025.
+Row t attends rows max(0, t - window + 1) … t (`window` 0: from row 0). H is a multiple of Hk: query head h reads
+key/value head h // (H / Hk). Scores are scale · q·k, then softcap · tanh(scores / softcap) unless `softcap` is 0, then
+plus alibi[h] · (key position - query position). A sink is one more logit of the softmax, with no value. `layer` counts
+the model's attention nodes in order. Row t is position t.
+Sources: Vaswani et al. 2017; ALiBi: Press et al. 2022, eq. in §3; softcap: Gemma 2 report 2024, §2; sinks: gpt-oss 2025.
 """
 
 import torch
@@ -27,11 +26,9 @@ def attend(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """Attention of query rows at positions first_position, first_position + 1, … over keys 0 … S-1 of their
-    sequence.
+    """Attention of query rows at positions first_position, first_position + 1, … over keys 0 … S-1 of their sequence.
 
-    q [T, H, Dk], k [S, Hk, Dk], v [S, Hk, Dv]  ->  [T, H, Dv] f32. Keys outside a row's view are never read
-    from.
+    q [T, H, Dk], k [S, Hk, Dk], v [S, Hk, Dv]  ->  [T, H, Dv] f32. Keys outside a row's view are never read from.
     """
     queries_per_key = q.shape[1] // k.shape[1]
     keys = k.float().repeat_interleave(queries_per_key, dim=1)

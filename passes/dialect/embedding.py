@@ -2,8 +2,7 @@
 
     ids [T] int32 | int64, weight [V, F]  ->  [T, F] of weight's dtype:  scale · weight[ids + offset]
 
-`offset` is added to the ids (OPT's learned positions start at 2); `scale` multiplies the rows (Gemma's
-√hidden).
+`offset` is added to the ids (OPT's learned positions start at 2); `scale` multiplies the rows (Gemma's √hidden).
 """
 
 import torch

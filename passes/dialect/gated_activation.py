@@ -2,8 +2,7 @@
 
     gate_up [T, ..., 2F] f32, halves [gate | up]  ->  [T, ..., F]:  activation(gate) · up
 
-`activation` is a key of activation.ACTIVATIONS. Source: Shazeer 2020, "GLU Variants Improve Transformer", eq.
-5.
+`activation` is a key of activation.ACTIVATIONS. Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 5.
 """
 
 from torch import Tensor

@@ -6,10 +6,9 @@
 
     expert(x) = down · (activation(gate) · up) + down_bias, gate | up = gate_up · x + gate_up_bias
 
-`activation` is a key of activation.ACTIVATIONS, or `swiglu_oai` (gpt-oss): gate = min(gate, limit), up
-clamped to ± limit, then gate·σ(alpha·gate) · (up + 1). `limit` 0 means no clamp. The contributions of a row
-add in the order j = 0 … k-1. Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks", eq. 1;
-gpt-oss model card 2025.
+`activation` is a key of activation.ACTIVATIONS, or `swiglu_oai` (gpt-oss): gate = min(gate, limit), up clamped to
+± limit, then gate·σ(alpha·gate) · (up + 1). `limit` 0 means no clamp. The contributions of a row add in the order
+j = 0 … k-1. Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks", eq. 1; gpt-oss model card 2025.
 """
 
 from collections.abc import Callable
@@ -34,8 +33,7 @@ def gate_and_up(gate_up: Tensor, activation: str, alpha: float, limit: float) ->
 def route(
     x: Tensor, topk_index: Tensor, topk_weight: Tensor, experts: int, expert: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """Run `expert(e, rows [n, H])` on the rows that chose it; returns the weighted sum over each row's
-    choices, [T, H]."""
+    """Run `expert(e, rows [n, H])` on the rows that chose it; returns the sum of each row's choices, weighted, [T, H]."""
     width = topk_index.shape[1]
     parts = x.new_zeros((x.shape[0], width, x.shape[1]))
     for e in range(experts):

@@ -1,5 +1,4 @@
-"""The arithmetic that quantised dialect ops share: dequantising stored weights, simulating rounded
-activations.
+"""The arithmetic that quantised dialect ops share: dequantising stored weights, simulating rounded activations.
 
 Formats are strings everywhere. Weights: `f32`, `bf16`, `int8` (symmetric, one scale an output channel),
 `int8_g32` (symmetric, one scale per 32 inputs), `int4_g{32,64,128}` (codes 0..15, a float scale and a float
@@ -12,8 +11,7 @@ from torch import Tensor
 
 
 def group_size(name: str) -> int | None:
-    """Inputs that share one scale: 64 for `int4_g64`; None for formats without groups (`int8`, `bf16`,
-    `f32`)."""
+    """Inputs that share one scale: 64 for `int4_g64`; None for formats without groups (`int8`, `bf16`, `f32`)."""
     _, _, group = name.partition("_g")
     return int(group) if group else None
 
@@ -39,8 +37,7 @@ def _spread(values: Tensor, group: int, k: int) -> Tensor:
 def simulate_activation(x: Tensor, activation_format: str) -> Tensor:
     """x [..., K] as the format would carry it, in f32: rounded to the grid and back.
 
-    int8: scale = max|x| / 127 over each group of each row, codes rounded half to even; the last group may be
-    short.
+    int8: scale = max|x| / 127 over each group of each row, codes rounded half to even; the last group may be short.
     """
     if activation_format == "f32":
         return x.float()

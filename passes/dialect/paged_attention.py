@@ -5,13 +5,12 @@
     key_pool [pages, page_size, Hk, Dk], value_pool [pages, page_size, Hk, Dv]   (written in place)
     ->  [T, H, Dv] of q's dtype
 
-Rows seq_starts[s] … seq_starts[s+1]-1 are the newest of sequence s, which holds context_lens[s] tokens once
-they are written; so the first of them stands at position context_lens[s] - rows. Position p of sequence s
-lives in slot p % page_size of page page_tables[group, s, p // page_size]. A page that no row of the step can
-see may be -1. Scores are those of `ew::attention`. `group` is the KV group, `layer` the layer's index in that
-group. A pool is whatever type the reference wants to store; keys are read back from it, so its rounding is
-seen. Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
-PagedAttention".
+Rows seq_starts[s] … seq_starts[s+1]-1 are the newest of sequence s, which holds context_lens[s] tokens once they are
+written; so the first of them stands at position context_lens[s] - rows. Position p of sequence s lives in slot
+p % page_size of page page_tables[group, s, p // page_size]. A page that no row of the step can see may be -1. Scores
+are those of `ew::attention`. `group` is the KV group, `layer` the layer's index in that group. A pool is whatever type
+the reference wants to store; keys are read back from it, so its rounding is seen.
+Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
 """
 
 import torch

@@ -1,8 +1,6 @@
-"""ew::quantised_embedding — `ew::embedding` of a table stored in a quantised format (only the chosen rows are
-dequantised).
+"""ew::quantised_embedding — `ew::embedding` of a table stored in a quantised format (only the chosen rows are dequantised).
 
-    ids [T] int32 | int64, codes [V, F] uint8 | int8 | bf16, scales [V, G] f32?, offsets [V, G] f32?  ->  [T,
-    F] f32
+    ids [T] int32 | int64, codes [V, F] uint8 | int8 | bf16, scales [V, G] f32?, offsets [V, G] f32?  ->  [T, F] f32
 
 G = ceil(F / group) of `weight_format` (numerics.py). A head tied to this table names the same weights.
 """

@@ -1,11 +1,10 @@
 """ew::quantised_linear — `ew::linear` with stored (quantised) weights and, if asked, rounded activations.
 
-    x [T, ..., K] f32, codes [N, K] uint8 | int8 | bf16, scales [N, G] f32?, offsets [N, G] f32?, bias [N]
-    f32? ->  [T, ..., N] f32:  round(x) · dequantise(codes)ᵀ + bias
+    x [T, ..., K] f32, codes [N, K] uint8 | int8 | bf16, scales [N, G] f32?, offsets [N, G] f32?, bias [N] f32?
+    ->  [T, ..., N] f32:  round(x) · dequantise(codes)ᵀ + bias
 
-G = ceil(K / group) of `weight_format`, or 1 for a scale an output channel; `bf16` has neither scales nor
-offsets. `activation_format` says how x is rounded first: `f32` (not at all), `bf16`, `int8_g{32,64,128}`
-(numerics.py).
+G = ceil(K / group) of `weight_format`, or 1 for a scale an output channel; `bf16` has neither scales nor offsets.
+`activation_format` says how x is rounded first: `f32` (not at all), `bf16`, `int8_g{32,64,128}` (numerics.py).
 """
 
 import torch

@@ -1,5 +1,4 @@
-"""How a dialect op is declared: one schema, one plain torch reference, one shape function, under the
-namespace `ew`.
+"""How a dialect op is declared: one schema, one plain torch reference, one shape function, under the namespace `ew`.
 
 An op is registered with `torch.library`, so it may stand in a graph that torch.export captures, in any
 `torch.fx` graph, and in plain eager code (`torch.ops.ew.<name>`). Shape functions never look at values and

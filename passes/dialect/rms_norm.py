@@ -1,11 +1,10 @@
 """ew::rms_norm — root-mean-square normalisation of the last dimension, computed in f32.
 
-    x [T, ..., D], weight [D]?  ->  [T, ..., D] of x's dtype:  x / √(mean(x²) + eps) · (weight_offset +
-    weight)
+    x [T, ..., D], weight [D]?  ->  [T, ..., D] of x's dtype:  x / √(mean(x²) + eps) · (weight_offset + weight)
 
 `weight_offset` is 0, or 1 for models that store w and multiply by 1 + w (Gemma). Without a weight nothing is
-multiplied. A per-head norm is the same op on [T, heads, D]. Source: Zhang & Sennrich 2019, "Root Mean Square
-Layer Normalization", eq. 4.
+multiplied. A per-head norm is the same op on [T, heads, D]. Source: Zhang & Sennrich 2019, "Root Mean Square Layer
+Normalization", eq. 4.
 """
 
 import torch

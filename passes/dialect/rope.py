@@ -1,5 +1,4 @@
-"""ew::rope — rotary position embedding of the first `rotary_dim` features of every head; the rest passes
-through.
+"""ew::rope — rotary position embedding of the first `rotary_dim` features of every head; the rest passes through.
 
     x [T, H, D], cos [T, R/2] f32, sin [T, R/2] f32, rotary_dim = R, interleaved  ->  [T, H, D] of x's dtype
 

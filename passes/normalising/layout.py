@@ -17,9 +17,7 @@ aten = torch.ops.aten
 
 @rule("view reshape _unsafe_view unsqueeze squeeze flatten unflatten view_as reshape_as")
 def view(r: Rewriter, node: fx.Node, args: dict[str, Any]) -> Any:
-    """Rule 2 for every op that keeps the values' order: sizes before and after the token axis regroup
-    apart.
-    """
+    """Rule 2 for every op that keeps the values' order: sizes before and after the token axis regroup apart."""
     source = next(iter(args.values()))
     weight = r.weight(source)
     fake = r.fake(node)

@@ -1,6 +1,4 @@
-"""What the rules of normalisation share: how a captured tensor stands in the new graph, and how to make nodes
-there.
-"""
+"""What the rules of normalisation share: how a captured tensor stands in the new graph, and how to make nodes there."""
 
 from __future__ import annotations
 
@@ -45,8 +43,7 @@ LIKE: dict[Any, float | None] = {
     aten.full_like.default: None,
 }
 
-#: Name of an op -> the function that rewrites a call of it: rule(rewriter, node, arguments by name) -> Value
-#: | Weight | …
+#: Name of an op -> the function that rewrites a call of it: rule(rewriter, node, arguments by name) -> Value | Weight | …
 RULES: dict[str, Callable[..., Any]] = {}
 
 
@@ -64,9 +61,9 @@ def rule(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 class Value:
     """A captured tensor in the new graph.
 
-    `node` has the captured features in their order behind the token axis. `rank`, `token` and `batch` say how
-    the captured tensor's axes map: `token` is where T stood (None: no tokens, as in a weight), `batch` which
-    axis of size 1 was dropped.
+    `node` has the captured features in their order behind the token axis. `rank`, `token` and `batch` say how the
+    captured tensor's axes map: `token` is where T stood (None: no tokens, as in a weight), `batch` which axis of size 1
+    was dropped.
     """
 
     node: fx.Node
@@ -110,9 +107,8 @@ class Complex:
 class Rewriter:
     """One rewrite of a captured Program: the new graph, and the value there of every captured node so far.
 
-    `values` holds, by captured node: a Value; a Weight (a checkpoint's tensor, or a layout of some); a
-    Complex; Patches; a list of Values for an op of several results; or a number (a positional value that is
-    one).
+    `values` holds, by captured node: a Value; a Weight (a checkpoint's tensor, or a layout of some); a Complex;
+    Patches; a list of Values for an op of several results; or a number (a positional value that is one).
     """
 
     def __init__(self, program: Program):
@@ -182,8 +178,7 @@ class Rewriter:
         return self.value(argument) if argument in self.positional else self.values[argument]
 
     def weight(self, argument: Any) -> Weight | None:
-        """An argument as a weight expression, or None where it is none. Arithmetic on weights is evaluated at
-        each load."""
+        """An argument as a weight expression, or None where it is none. Arithmetic on weights is evaluated at each load."""
         known = self.values.get(argument) if isinstance(argument, fx.Node) else None
         if isinstance(known, Weight):
             return known
@@ -208,9 +203,7 @@ class Rewriter:
         return axes[0] if axes else None
 
     def positional_value(self, node: fx.Node, fold: bool = True) -> Any:
-        """Rule 4: a positional node as a number, a constant, or a table's rows. Without `fold`, always the
-        rows.
-        """
+        """Rule 4: a positional node as a number, a constant, or a table's rows. Without `fold`, always the rows."""
         if node in self.values and fold:
             return self.values[node]
         fake = self.fake(node)
@@ -298,9 +291,7 @@ class Rewriter:
         return rank, token, batch
 
     def aligned(self, v: Value, rank: int, token: int | None, batch: int | None) -> fx.Node:
-        """The operand's node, reshaped by axes of size 1 so that it broadcasts against a result of this
-        layout.
-        """
+        """The operand's node, reshaped by axes of size 1 so that it broadcasts against a result of this layout."""
         shape = self.captured_shape(v)
         shift = rank - v.rank
         if v.token is not None and v.token + shift != token:
@@ -379,9 +370,7 @@ class Rewriter:
         return dataclasses.replace(wide, node=self.reshape(v.node, v.token is not None, shape))
 
     def filled(self, argument: fx.Node) -> Value:
-        """An argument with a row for every token: a positional one that is the same in each row is not
-        folded.
-        """
+        """An argument with a row for every token: a positional one that is the same in each row is not folded."""
         if argument not in self.positional:
             return self.value(argument)
         source = argument.args[0] if argument.args else None
@@ -407,9 +396,7 @@ class Rewriter:
 
 
 def op_name(target: Any) -> str:
-    """`mul` of `aten.mul.Tensor`, `ew.moe` of a dialect op; the binary forms of max and min are maximum and
-    minimum.
-    """
+    """`mul` of `aten.mul.Tensor`, `ew.moe` of a dialect op; the binary forms of max and min are maximum and minimum."""
     if isinstance(target, torch._ops.OpOverload):
         namespace, name = target._schema.name.split("::")
         if name in ("max", "min") and target._overloadname == "other":

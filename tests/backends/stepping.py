@@ -16,8 +16,7 @@ Floats = npt.NDArray[np.float32]
 class Stepper:
     """Holds sequences and their pages; `feed` appends tokens to some of them in one step.
 
-    Pages whose positions have left a group's window are given back at once and filled by others, and their
-    entries become -1.
+    Pages whose positions have left a group's window are given back at once and filled by others, and their entries become -1.
     """
 
     def __init__(self, executor: Any, pages: int = 24, seed: int = 0) -> None:

@@ -1,8 +1,7 @@
 """Every model family through the whole compiler: the cpu engine gives the logits that transformers gives.
 
-Captured, run through all passes and lowered with the fp32 recipe. The largest difference is at most 1e-4 of
-the largest logit, however the prompts are cut into steps; and the engine's own answers are bitwise the same
-in all of them.
+Captured, run through all passes and lowered with the fp32 recipe. The largest difference is at most 1e-4 of the largest
+logit, however the prompts are cut into steps; and the engine's own answers are bitwise the same in all of them.
 """
 
 from __future__ import annotations

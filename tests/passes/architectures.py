@@ -117,9 +117,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def randomise(model: PreTrainedModel, seed: int = 0, matrix_std: float = 0.2) -> PreTrainedModel:
-    """Fill every parameter and persistent buffer with seeded noise that leaves no term of the model
-    invisible.
-    """
+    """Fill every parameter and persistent buffer with seeded noise that leaves no term of the model invisible."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -137,8 +135,7 @@ def build(model_type: str, seed: int = 0, matrix_std: float = 0.2, **config: Any
     """An eager float32 model in evaluation mode of a configuration, with random weights."""
     configuration = AutoConfig.for_model(model_type, **config)
     torch.manual_seed(seed)
-    # Falcon's eager attention adds its ALiBi biases twice (in the mask and to the scores); its default adds
-    # them once.
+    # Falcon's eager attention adds its ALiBi biases twice (in the mask and to the scores); its default adds them once.
     attention = "sdpa" if model_type == "falcon" else "eager"
     model = AutoModelForCausalLM.from_config(
         configuration, attn_implementation=attention, dtype=torch.float32
@@ -157,9 +154,7 @@ FAMILIES = sorted({name.partition("-")[0] for name in ARCHITECTURES})
 
 
 def save(arch: str, directory: Path, **changes: Any) -> Path:
-    """Write an architecture's model as a Hugging Face folder (config, safetensors, a tiny tokenizer); returns
-    the folder.
-    """
+    """Write an architecture's model as a Hugging Face folder (config, safetensors, a tiny tokenizer); returns the folder."""
     model = ARCHITECTURES[arch](**changes)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
@@ -168,9 +163,7 @@ def save(arch: str, directory: Path, **changes: Any) -> Path:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A word-level tokenizer over the whole tiny vocabulary: token i is the word `wi`; 0, 1, 2 are <pad>,
-    <bos>, <eos>.
-    """
+    """A word-level tokenizer over the whole tiny vocabulary: token i is the word `wi`; 0, 1, 2 are <pad>, <bos>, <eos>."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,5 +1,4 @@
-"""A pool of pages in memory, for running a paged Program in torch: one sequence, pages in a scrambled
-order."""
+"""A pool of pages in memory, for running a paged Program in torch: one sequence, pages in a scrambled order."""
 
 from __future__ import annotations
 

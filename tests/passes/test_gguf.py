@@ -1,6 +1,4 @@
-"""GGUF files written from known integers: they arrive unchanged, and every value equals gguf's own
-dequantisation.
-"""
+"""GGUF files written from known integers: they arrive unchanged, and every value equals gguf's own dequantisation."""
 
 import gguf
 import numpy as np
@@ -202,9 +200,7 @@ def _write_with(path, raw, kind):
 
 
 def test_k_quants_of_four_bits_keep_their_codes():
-    """Two blocks of 256 with scales of six bits: codes as gguf reads them, values equal but for float16
-    scales.
-    """
+    """Two blocks of 256 with scales of six bits: codes as gguf reads them, values equal but for float16 scales."""
     from enginewright.passes.gguf import _unpack_q4_k
 
     random = np.random.default_rng(0)

@@ -1,6 +1,4 @@
-"""Opening models: what is found by path, what ends a text, which tokenizer files are written, what is
-refused.
-"""
+"""Opening models: what is found by path, what ends a text, which tokenizer files are written, what is refused."""
 
 import json
 

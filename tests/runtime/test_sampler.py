@@ -1,6 +1,4 @@
-"""Sampling: greedy ties, the noise's distribution and reproducibility, temperatures at the edge, rows that
-are no numbers.
-"""
+"""Sampling: greedy ties, the noise's distribution and reproducibility, temperatures at the edge, rows that are no numbers."""
 
 from __future__ import annotations
 

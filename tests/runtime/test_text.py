@@ -114,9 +114,7 @@ _CONTROL = [
 
 
 def generated_strings(count: int, seed: int = 0) -> list[str]:
-    """Scripts, emoji, joiners, code, special tokens inside, runs of whitespace, control characters, byte
-    noise.
-    """
+    """Scripts, emoji, joiners, code, special tokens inside, runs of whitespace, control characters, byte noise."""
     rng = random.Random(seed)
 
     def characters() -> str:
