@@ -21,20 +21,23 @@ def test_a_wheel_from_the_sdist_serves_without_torch(tmp_path: Path) -> None:
         return done.stdout
 
     run(sys.executable, "-m", "pip", "install", "--quiet", "build")
-    run(sys.executable, "-m", "build", "--outdir", tmp_path / "dist", ROOT)  # the wheel is built from the sdist
+    # The wheel is built from the sdist.
+    run(sys.executable, "-m", "build", "--outdir", tmp_path / "dist", ROOT)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 1
     names = run(sys.executable, "-m", "zipfile", "-l", wheel)
     for name in ("enginewright/recipes/int4.yaml", "enginewright/verification.txt", "enginewright/py.typed"):
         assert name in names
-    assert not any(line.startswith(("passes/", "runtime/", "recipes/", "backends/")) for line in names.splitlines())
+    folders = ("passes/", "runtime/", "recipes/", "backends/")
+    assert not any(line.startswith(folders) for line in names.splitlines())
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     run(python, "-m", "pip", "install", "--quiet", wheel)
     installed = run(python, "-m", "pip", "list")
     assert "torch" not in installed and "transformers" not in installed
     engine = engines.built("smollm2", "int4")
-    text = run(tmp_path / "venv" / "bin" / "engine", "generate", engine, "The capital of France is", "--max-tokens", 4)
+    command = tmp_path / "venv" / "bin" / "engine"
+    text = run(command, "generate", engine, "The capital of France is", "--max-tokens", 4)
     assert "Paris" in text
     refused = subprocess.run(
         [str(tmp_path / "venv" / "bin" / "optimize"), "model"], capture_output=True, text=True, cwd=tmp_path
