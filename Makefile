@@ -14,7 +14,7 @@ help:
 	@echo "make test   the test suite (minutes)"
 	@echo "make lint   ruff and mypy"
 	@echo "make proof  the full tables: whole-model quality, large models, sanitizers (an hour or more)"
-	@echo "make bench  speed beside llama.cpp and OpenVINO GenAI (needs them installed: benchmarks/README.md)"
+	@echo "make bench  speed of engines/smollm2-int4 (beside llama.cpp and OpenVINO GenAI: benchmarks/README.md)"
 
 $(BIN)/python:
 	@echo "-- creating $(VENV) with $$($(PYTHON) --version)"
@@ -61,6 +61,9 @@ lint: $(VENV)/.test
 proof: $(VENV)/.test
 	@echo "-- the full tables; figures are written to docs/proof.md by hand from what is printed"
 	@$(BIN)/python -m pytest -m slow -s
+
+bench: engines/smollm2-int4
+	@$(BIN)/engine bench engines/smollm2-int4
 
 clean:
 	rm -rf $(VENV) build engines .pytest_cache .mypy_cache .ruff_cache .hypothesis

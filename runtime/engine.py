@@ -10,6 +10,7 @@ threads as well.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ __all__ = ["Engine", "TextDelta", "load"]
 Prompts = str | Sequence[Any]
 
 DEFAULT_CACHE_BYTES = 1 << 30
+
+_log = logging.getLogger(__name__)
 SCORED_ROWS = 128  # logit rows of a step when scoring; with a vocabulary of 262,144 a row takes 1 MiB
 
 
@@ -89,6 +92,8 @@ def load(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{name} cannot be used", found=repr(value), expected="a positive integer")
     artifact = path if isinstance(path, Artifact) else open_engine(path, check=check)
+    if artifact.manifest.get("verification", {}).get("verdict") == "failed":
+        _log.warning("the engine at %s failed its verification; see `engine inspect`", artifact.path)
     token_budget = max(token_budget, max_sequences)
     executor = get_backend(artifact.manifest["backend"]).load(
         artifact,

@@ -109,7 +109,7 @@ def optimize(
         manifest = _manifest(program, source, resolved, target)
         build = _build_log(passes, program.notes)
         with progress.stage("verify") as record:
-            verification = _verify(writer, manifest, judge, resolved, target.exact, progress)
+            verification = _verify(writer, manifest, build, judge, resolved, target.exact, progress)
             record.detail = f"KL {verification.mean_kl:.3g}, top-1 {verification.top1_agreement:.1%}"
         manifest["verification"] = verification.to_dict()
         if not allow_unverified:
@@ -195,6 +195,7 @@ def _build_log(passes: list[dict[str, Any]], notes: list[str]) -> dict[str, Any]
 def _verify(
     writer: ArtifactWriter,
     manifest: dict[str, Any],
+    build: dict[str, Any],
     judge: Program,
     recipe: Recipe,
     exact: bool,
@@ -206,5 +207,7 @@ def _verify(
     }
     unpublished = Artifact(writer.path, {**manifest, "files": names})
     limits = {key: value for key, value in asdict(recipe.verify).items() if value is not None}
-    with load(unpublished, cache_tokens=4096, max_sequences=8) as engine:
+    window = max(group["window"] for group in manifest["kv_groups"])
+    with load(unpublished, cache_tokens=window + 4096, max_sequences=8) as engine:
+        build["isa"] = getattr(engine.executor, "isa", None)  # the figures hold for this kernel variant
         return verify(engine, judge, limits, demand_invariance=exact, report=progress.update)

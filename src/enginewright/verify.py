@@ -12,6 +12,8 @@ What is measured, over all positions of all samples:
   whose two best reference logits lie closer than twice that bound is a tie: it is excused, and counted in `ties`. (Twice
   the *measured* error would excuse every difference, since a flip needs no more; so a recipe without a bound excuses none);
 - `perplexity_ratio`: the engine's perplexity on the sample text over the judge's;
+- `crosses_window`: whether a sample was longer than the widest window, so that the window's edge was seen (None: no layer has
+  one). A very wide window over a large vocabulary is not crossed, to bound the memory that the logits take;
 - `invariant`: logits of every sample alone and in small chunks are bitwise those of all samples together (demanded of a
   backend that promises it).
 """
@@ -46,6 +48,7 @@ _LONG_SAMPLE = (
     96  # tokens that the last sample runs past the widest window, so that the window's edge is crossed
 )
 _DISTINCT = 32  # different tokens that a sample of real text has at least
+_LOGIT_BYTES = 768 << 20  # what the longest sample's logits may take, in float32
 _BLOCK = 64  # positions compared at a time: bounds the float64 temporaries of a large vocabulary
 
 
@@ -65,6 +68,7 @@ class Verification:
     perplexity: float
     perplexity_ratio: float
     invariant: bool | None
+    crosses_window: bool | None
     limits: dict[str, float]
     failures: list[str]
 
@@ -96,10 +100,11 @@ def sample_tokens(
 
     The text ships with the package. A model without a tokenizer (`encode` is None), or with one that makes hardly any
     different tokens of it, gets evenly spread ids instead. The last sample is longer than `window` (0 = no window), as
-    far as `max_context` allows.
+    far as `max_context` and memory allow.
     """
-    longest = min(max_context, max(_SAMPLE_LENGTHS[-1], window + _LONG_SAMPLE if window else 0))
-    lengths = [min(length, max_context) for length in (*_SAMPLE_LENGTHS[:-1], longest)]
+    longest = max(_SAMPLE_LENGTHS[-1], window + _LONG_SAMPLE if window else 0)
+    longest = max(min(longest, max_context, _LOGIT_BYTES // (4 * vocab_size)), 1)
+    lengths = [min(length, longest) for length in (*_SAMPLE_LENGTHS[:-1], longest)]
     wanted = sum(lengths)
     stream: list[int] = []
     if encode is not None:
@@ -138,7 +143,8 @@ def verify(
             alone = engine.logits([tokens], chunk_size=7 if len(tokens) < 64 else 61)[0]
             invariant = bool(invariant) and np.array_equal(alone.view(np.int32), logits.view(np.int32))
         figures.add(tokens, _judge_logits(judge, tokens), logits)
-    return figures.verdict(len(samples), limits, invariant)
+    crosses = len(samples[-1]) > window if window else None
+    return figures.verdict(len(samples), limits, invariant, crosses)
 
 
 def _judge_logits(judge: Program, tokens: list[int]) -> np.ndarray:
@@ -185,7 +191,9 @@ class _Figures:
             self.loss -= float(log_q[rows, wanted].sum())
             self.scored += len(wanted)
 
-    def verdict(self, samples: int, limits: dict[str, float], invariant: bool | None) -> Verification:
+    def verdict(
+        self, samples: int, limits: dict[str, float], invariant: bool | None, crosses_window: bool | None
+    ) -> Verification:
         """Close the account and hold it against the limits."""
         kl = np.maximum(np.concatenate(self.kl), 0.0)
         gaps = np.concatenate(self.gaps) if self.gaps else np.zeros(0)
@@ -220,6 +228,7 @@ class _Figures:
             perplexity=math.exp(min(self.loss / scored, 700.0)),
             perplexity_ratio=ratio,
             invariant=invariant,
+            crosses_window=crosses_window,
             limits=dict(limits),
             failures=failures,
         )

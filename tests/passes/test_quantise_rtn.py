@@ -1,6 +1,4 @@
-"""The pass `quantise`: which matrix gets which format, what is shared, what is refused, and the values that
-result.
-"""
+"""The pass `quantise`: which matrix gets which format, what is shared, what is refused, and the values that result."""
 
 import operator
 
@@ -76,9 +74,7 @@ def formats(program):
 
 
 def rounded(program, recipe_formats):
-    """The model in float64 NumPy with each matrix and its input rounded: an oracle independent of the
-    dialect.
-    """
+    """The model in float64 NumPy with each matrix and its input rounded: an oracle independent of the dialect."""
 
     def weight(name, form):
         value = program.weights[name].load()
@@ -87,7 +83,7 @@ def rounded(program, recipe_formats):
     def activation(x, form):
         if form == "f32":
             return x
-        group = {"int4_g32": 32, "int8_g32": 32, "int4_g128": 128}.get(form, 64)
+        group = {"int4_g64": 64, "int4_g128": 128}.get(form, 32)
         out = np.zeros_like(x)
         for start in range(0, x.shape[1], group):
             part = x[:, start : start + group].astype(np.float32)
