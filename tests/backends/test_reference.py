@@ -118,7 +118,7 @@ def test_the_contract_is_kept() -> None:
 
 
 def test_what_it_cannot_do_is_refused() -> None:
-    program, paged = two_layers()
+    program, _ = two_layers()
     with pytest.raises(LoweringError, match="only a paged program"):
         ReferenceExecutor(program)
     with pytest.raises(InputError, match="no such backend"):
