@@ -4,8 +4,8 @@
         for completion in engine.generate(["The capital of France is", "2 + 2 ="], max_tokens=16):
             print(completion.text)
 
-Everything goes through one `EngineLoop`: prompts given together are batched, and prompts given from several
-threads as well.
+Everything goes through one `EngineLoop`: prompts given together are batched, and prompts given from several threads
+as well.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ SCORED_ROWS = 128  # logit rows of a step when scoring; with a vocabulary of 262
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of one prompt's answer: `text` follows what came before, `token_ids` are the ids since the last
-    piece.
+    """A piece of one prompt's answer: `text` follows what came before, `token_ids` are the ids since the last piece.
 
     The last piece of a prompt carries its `finish_reason` (and `error`, for "error"); `text` may be empty.
     """
@@ -347,8 +346,7 @@ class Engine:
     # --------------------------------------------------------------------------------------------- scoring
 
     def logits(self, prompts: Sequence[Sequence[int]], chunk_size: int | None = None) -> list[np.ndarray]:
-        """Return float32 [len(tokens), vocab] for each list of token ids: row i is what the model says after
-        token i.
+        """Return float32 [len(tokens), vocab] for each list of token ids: row i is what the model says after token i.
 
         It is computed as generation is (paged cache, chunked prefill, sequences together); `chunk_size`
         bounds the tokens of one sequence in a step. Memory is 4 bytes x tokens x vocabulary, all of it held.

@@ -44,9 +44,7 @@ _SAMPLE_LENGTHS = (
     96,
     180,
 )  # tokens; around the edges of a page, and enough text for a perplexity
-_LONG_SAMPLE = (
-    96  # tokens that the last sample runs past the widest window, so that the window's edge is crossed
-)
+_LONG_SAMPLE = 96  # tokens that the last sample runs past the widest window, to cross the window's edge
 _DISTINCT = 32  # different tokens that a sample of real text has at least
 _LOGIT_BYTES = 768 << 20  # what the longest sample's logits may take, in float32
 _BLOCK = 64  # positions compared at a time: bounds the float64 temporaries of a large vocabulary
