@@ -1,0 +1,50 @@
+"""The native module's tests under AddressSanitizer and ThreadSanitizer: one instrumented build each, then the tests on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NATIVE = "tests/backends/cpu/"
+TESTS = {
+    "address": [
+        NATIVE + name
+        for name in ("test_executor.py", "test_generic_ops.py", "test_linear_kernels.py", "test_row_kernels.py",
+                     "test_attention_kernels.py", "test_thread_pool.py")
+    ],
+    "thread": [NATIVE + "test_thread_pool.py", NATIVE + "test_executor.py"],
+}  # fmt: skip
+LIBRARY = {"address": "libasan.so", "thread": "libtsan.so"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_native_tests_are_clean(sanitizer: str, tmp_path: Path) -> None:
+    tools = ["cmake", "ninja"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "nanobind", *tools], check=True)
+    scripts = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    configure = ["cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DEW_SANITIZE={sanitizer}"]
+    subprocess.run([*configure, f"-DPython_EXECUTABLE={sys.executable}"], check=True, env=environment)
+    subprocess.run(["cmake", "--build", tmp_path], check=True, env=environment)
+    (module,) = tmp_path.glob("_native*.so")
+    found = subprocess.run(
+        ["g++", f"-print-file-name={LIBRARY[sanitizer]}"], capture_output=True, text=True, check=True
+    )
+    environment |= {
+        "LD_PRELOAD": found.stdout.strip(),
+        "ENGINEWRIGHT_NATIVE": str(module),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself keeps memory to its end
+        "TSAN_OPTIONS": "halt_on_error=1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.native_override", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *TESTS[sanitizer]], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    print(done.stdout[-400:])
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
