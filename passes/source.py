@@ -24,6 +24,7 @@ __all__ = ["ModelSource", "open_source"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 _SAVED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_NAMED_TEMPLATES = "additional_chat_templates"
 _LOCAL_KEYS = ("is_local", "local_files_only", "name_or_path", "_commit_hash", "vocab_file", "tokenizer_file")
 _SAMPLES = ("Hello, world! 12 + 3\n\tx = 'é 日本語 👩‍👩‍👧'", " two  spaces", "")
 
@@ -129,6 +130,9 @@ class ModelSource:
             made = {name: Path(scratch) / name for name in _SAVED}
             _tidy(made["tokenizer_config.json"], self.eos_token_ids)
             _require_same(made["tokenizer.json"], self.tokenizer, self.path)
+            for file in sorted((Path(scratch) / _NAMED_TEMPLATES).glob("*.jinja")):
+                made[f"{_NAMED_TEMPLATES}/{file.name}"] = file
+                (folder / _NAMED_TEMPLATES).mkdir(exist_ok=True)
             names = [name for name, file in made.items() if file.is_file()]
             for name in names:
                 made[name].replace(folder / name)

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from enginewright.passes.source import open_source
 from enginewright.recipes.errors import InputError
+from enginewright.runtime.text import Tokenizer
 from tests.passes.test_gguf import write as write_gguf
 
 CONFIG = {
@@ -73,6 +74,19 @@ def test_the_tokenizer_files_are_enough(tmp_path):
     alone = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
     assert alone.encode(text).ids == AutoTokenizer.from_pretrained(tmp_path / "tiny")(text)["input_ids"]
     assert alone.encode(text).ids[0] == 256
+
+
+def test_named_chat_templates_come_along(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder(tmp_path / "tiny"))
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "tools: {{ tools }}"}
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    out = tmp_path / "engine"
+    out.mkdir()
+    names = open_source(tmp_path / "tiny").write_tokenizer(out)
+    assert "additional_chat_templates/tool_use.jinja" in names
+    conversation = [{"role": "user", "content": "hello"}]
+    rendered = Tokenizer(out).render_chat(conversation, template="tool_use", tools=[])
+    assert rendered == tokenizer.apply_chat_template(conversation, "tool_use", tools=[], tokenize=False)
 
 
 def test_the_same_model_elsewhere_gives_the_same_bytes(tmp_path):
