@@ -86,7 +86,9 @@ def test_named_chat_templates_come_along(tmp_path):
     assert "additional_chat_templates/tool_use.jinja" in names
     conversation = [{"role": "user", "content": "hello"}]
     rendered = Tokenizer(out).render_chat(conversation, template="tool_use", tools=[])
-    assert rendered == tokenizer.apply_chat_template(conversation, "tool_use", tools=[], tokenize=False)
+    assert rendered == tokenizer.apply_chat_template(
+        conversation, chat_template="tool_use", tools=[], tokenize=False
+    )
 
 
 def test_the_same_model_elsewhere_gives_the_same_bytes(tmp_path):
