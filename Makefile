@@ -59,7 +59,7 @@ lint: $(VENV)/.test
 	    -p enginewright.backends -p enginewright.runtime
 
 proof: $(VENV)/.test
-	@echo "-- the full tables; figures are written to docs/proof.md by hand from what is printed"
+	@echo "-- the full tables: the figures that they print belong into docs/performance.md"
 	@$(BIN)/python -m pytest -m slow -s
 
 bench: engines/smollm2-int4
