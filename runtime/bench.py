@@ -56,7 +56,6 @@ def bench(
                     expected=f"at most {longest}",
                 )
         _prefill(engine, prompt_tokens)  # warm up: first touches of weights and cache
-        bandwidth = [read_bandwidth(_threads(engine, threads))]
         decode = []
         for batch in batches:
             seconds = statistics.median(_decode(engine, batch, new_tokens) for _ in range(repeat))
@@ -69,14 +68,15 @@ def bench(
             )
         prefill_seconds = statistics.median(_prefill(engine, prompt_tokens) for _ in range(repeat))
         ping = statistics.median(_prefill(engine, 1) for _ in range(_PINGS))
-        bandwidth.append(read_bandwidth(_threads(engine, threads)))
+        peak = _peak_memory()  # before the bandwidth's own buffers
+        bandwidth = read_bandwidth(_threads(engine, threads), rounds=10)
         return {
             "engine": Path(path).name,
             "threads": _threads(engine, threads),
             "isa": getattr(engine.executor, "isa", engine.artifact.manifest["target"]),
             "load_seconds": load_seconds,
-            "peak_memory_bytes": _peak_memory(),
-            "read_bandwidth_gbs": max(bandwidth),
+            "peak_memory_bytes": peak,
+            "read_bandwidth_gbs": bandwidth,
             "ping_ms": ping * 1e3,
             "prefill": [{"tokens": prompt_tokens, "tokens_per_second": prompt_tokens / prefill_seconds}],
             "decode": decode,
