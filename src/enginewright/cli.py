@@ -47,6 +47,7 @@ def _reports_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
     if not wanted or context.resilient_parsing:
         return
+    from enginewright.inspection import print_tables
     from enginewright.recipes.recipe import list_recipes, load_recipe
 
     table = Table(
@@ -62,7 +63,7 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
             recipe.kv_cache.format,
             recipe.description,
         )
-    Console().print(table)
+    print_tables([table])
     context.exit(0)
 
 
@@ -75,11 +76,15 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="The engine's folder [default: engines/MODEL-RECIPE].",
+    help="The engine's folder.  [default: engines/MODEL-RECIPE]",
 )
 @click.option("--backend", default="cpu", show_default=True, help="Where the engine will run.")
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change any field of the recipe."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a field of the recipe, as linear.weight=int8.",
 )
 @click.option(
     "--dump",
@@ -115,10 +120,9 @@ def optimize(
     as_json: bool,
 ) -> None:
     """Build a verified engine from MODEL: a Hugging Face folder, a .gguf file, or a hub name."""
-    from enginewright.inspection import build_tables
+    from enginewright.inspection import build_tables, print_tables
     from enginewright.progress import Progress
 
-    console = Console(stderr=True)
     try:
         from enginewright.build import optimize as build
     except ModuleNotFoundError as missing:
@@ -135,17 +139,31 @@ def optimize(
         dump=dump,
         force=force,
         allow_unverified=allow_unverified,
-        progress=Progress(console),
+        progress=Progress(Console(stderr=True)),
     )
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
         return
-    for table in build_tables(report):
-        console.print(table)
+    print_tables(build_tables(report), stderr=True)
     click.echo(str(report.path))
 
 
 # -------------------------------------------------------------------------------------------------- engine
+
+
+_threads = click.option(
+    "--threads",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Threads that compute.  [default: the cores that the process may use]",
+)
+_weights = click.option(
+    "--weights",
+    type=click.Choice(["mmap", "copy"]),
+    default="mmap",
+    show_default=True,
+    help="Map the file, shared with other processes, or copy it into memory.",
+)
 
 
 @click.group(context_settings=_CONTEXT)
@@ -154,25 +172,23 @@ def engine() -> None:
     """Look at an engine and run it."""
 
 
-@engine.command()
+@engine.command(short_help="Show what ENGINE is.")
 @click.argument("path", metavar="ENGINE")
-@click.option("--check", is_flag=True, help="Hash every file.")
+@click.option("--check", is_flag=True, help="Hash every file, and refuse an engine that was changed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 @_reports_errors
 def inspect(path: str, check: bool, as_json: bool) -> None:
     """Show what ENGINE is: model, recipe, passes, KV groups, sizes, verification."""
     from enginewright.backends.artifact import open_engine
-    from enginewright.inspection import engine_tables
+    from enginewright.inspection import engine_tables, print_tables
 
     artifact = open_engine(path, check=check)
     if as_json:
         click.echo(json.dumps(artifact.manifest, indent=1, ensure_ascii=False))
         return
-    console = Console()
-    for table in engine_tables(artifact):
-        console.print(table)
+    print_tables(engine_tables(artifact))
     if check:
-        console.print("every file's hash is right")
+        click.echo("every file's hash is right")
 
 
 @engine.command()
@@ -182,28 +198,31 @@ def inspect(path: str, check: bool, as_json: bool) -> None:
     "--chat", is_flag=True, help="Each PROMPT is a user's message: apply the model's chat template."
 )
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="New tokens a prompt."
+    "--max-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="At most so many new tokens a prompt.",
 )
 @click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy."
+    "--temperature",
+    metavar="X",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="0 takes the likeliest token.",
 )
 @click.option(
     "--seed",
+    metavar="N",
     type=int,
     default=0,
     show_default=True,
     help="Sampling noise is a function of seed and position.",
 )
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="[default: what the machine and its limits allow]"
-)
-@click.option(
-    "--weights",
-    type=click.Choice(["mmap", "copy"]),
-    default="mmap",
-    show_default=True,
-    help="Share pages, or copy.",
-)
+@_threads
+@_weights
 @click.option("--ignore-eos", is_flag=True, help="Go on past end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each prompt.")
 @_reports_errors
@@ -260,23 +279,43 @@ def _stream(loaded: Any, prompts: list[str], options: dict[str, Any]) -> None:
                 click.echo("".join(waiting.pop(current)), nl=False)
 
 
-@engine.command()
+@engine.command(short_help="Measure ENGINE's speed and memory.")
 @click.argument("path", metavar="ENGINE")
 @click.option(
-    "--batch", "batches", multiple=True, type=click.IntRange(min=1), help="Batch sizes [default: 1 4 16 32]."
+    "--batch",
+    "batches",
+    metavar="N",
+    multiple=True,
+    type=click.IntRange(min=1),
+    help="Decode so many sequences at once; may be given several times.  [default: 1 4 16 32]",
 )
-@click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option(
+    "--prompt-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Length of the prompt that prefill is timed on.",
+)
+@click.option(
+    "--new-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Decoding steps that are timed.",
+)
 @click.option(
     "--repeat",
+    metavar="N",
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
     help="The median of this many runs is given.",
 )
-@click.option("--threads", type=click.IntRange(min=1))
-@click.option("--weights", type=click.Choice(["mmap", "copy"]), default="mmap", show_default=True)
-@click.option("--json", "as_json", is_flag=True)
+@_threads
+@_weights
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @_reports_errors
 def bench(
     path: str,
@@ -289,7 +328,7 @@ def bench(
     as_json: bool,
 ) -> None:
     """Measure ENGINE: prefill and decode tokens/s, load time, memory, with the machine's read bandwidth beside."""
-    from enginewright.inspection import bench_table
+    from enginewright.inspection import bench_table, print_tables
     from enginewright.runtime.bench import bench as measure
 
     figures = measure(
@@ -304,4 +343,4 @@ def bench(
     if as_json:
         click.echo(json.dumps(figures, indent=1))
     else:
-        Console().print(bench_table(figures))
+        print_tables([bench_table(figures)])

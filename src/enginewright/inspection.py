@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+import click
+from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
     from enginewright.backends.artifact import Artifact
     from enginewright.build import BuildReport
+
+_NUMBERS = {"matches", "size", "window", "layers", "page", "bytes a token"}
+_PIPED_WIDTH = 160
 
 
 def size(count: float) -> str:
@@ -23,17 +29,29 @@ def size(count: float) -> str:
 def _table(title: str, *headers: str) -> Table:
     table = Table(*headers, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.show_header = any(headers)
+    for column in table.columns:
+        if column.header in _NUMBERS:
+            column.justify = "right"
     return table
 
 
+def print_tables(tables: list[Table], stderr: bool = False) -> None:
+    """Print tables with a blank line between; into a file or a pipe, wide and without blanks at the lines' ends."""
+    console = Console(stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPED_WIDTH
+    with console.capture() as capture:
+        for index, table in enumerate(tables):
+            if index:
+                console.print()
+            console.print(table)
+    for line in capture.get().splitlines():
+        click.echo(line.rstrip(), err=stderr)
+
+
 def build_tables(report: BuildReport) -> list[Table]:
-    """What happened in a build: passes, sizes, verification."""
-    passes = _table("passes", "pass", "matches", "seconds", "notes")
-    for entry in report.passes:
-        passes.add_row(
-            entry["name"], str(entry["matches"]), f"{entry['seconds']:.2f}", "; ".join(entry["notes"])
-        )
-    return [passes, _size_table(report.manifest), verification_table(report.manifest["verification"])]
+    """The result of a build: sizes and verification. (What each pass did was printed as it went.)"""
+    return [_size_table(report.manifest), verification_table(report.manifest["verification"])]
 
 
 def engine_tables(artifact: Artifact) -> list[Table]:
@@ -119,8 +137,10 @@ def bench_table(figures: dict[str, Any]) -> Table:
     table.add_row("load", f"{figures['load_seconds']:.3f} s")
     table.add_row("peak memory", size(figures["peak_memory_bytes"]))
     table.add_row("machine's read bandwidth", f"{figures['read_bandwidth_gbs']:.1f} GB/s")
+    table.add_row("first token of a one-token prompt", f"{figures['ping_ms']:.1f} ms")
     for entry in figures["prefill"]:
         table.add_row(f"prefill of {entry['tokens']} tokens", f"{entry['tokens_per_second']:,.0f} tokens/s")
     for entry in figures["decode"]:
-        table.add_row(f"decode, batch {entry['batch']}", f"{entry['tokens_per_second']:,.0f} tokens/s")
+        rate = f"{entry['tokens_per_second']:,.0f} tokens/s, {entry['step_ms']:.1f} ms a step"
+        table.add_row(f"decode, batch {entry['batch']}", rate)
     return table

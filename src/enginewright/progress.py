@@ -1,4 +1,4 @@
-"""What a person sees while an engine is built: the running stage with a clock, then one line for each that is done."""
+"""What a person sees while an engine is built: the running stage and what it is at, then one line for each that is done."""
 
 from __future__ import annotations
 
@@ -65,4 +65,5 @@ class Progress:
         self.console.print(
             f"[dim]{record.seconds:7.2f} s[/dim]  {' ' * indent}{record.name:<{22 - indent}}  {detail}",
             highlight=False,
+            soft_wrap=True,
         )
