@@ -22,6 +22,11 @@ TESTS = {
 LIBRARY = {"address": "libasan.so", "thread": "libtsan.so"}
 
 
+def _library(name: str) -> str:
+    found = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_native_tests_are_clean(sanitizer: str, tmp_path: Path) -> None:
@@ -33,11 +38,10 @@ def test_native_tests_are_clean(sanitizer: str, tmp_path: Path) -> None:
     subprocess.run([*configure, f"-DPython_EXECUTABLE={sys.executable}"], check=True, env=environment)
     subprocess.run(["cmake", "--build", tmp_path], check=True, env=environment)
     (module,) = tmp_path.glob("_native*.so")
-    found = subprocess.run(
-        ["g++", f"-print-file-name={LIBRARY[sanitizer]}"], capture_output=True, text=True, check=True
-    )
+    # The C++ library too: a sanitizer that starts before it cannot find the function that throws.
+    preload = [_library(name) for name in (LIBRARY[sanitizer], "libstdc++.so")]
     environment |= {
-        "LD_PRELOAD": found.stdout.strip(),
+        "LD_PRELOAD": " ".join(preload),
         "ENGINEWRIGHT_NATIVE": str(module),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python itself keeps memory to its end
         "TSAN_OPTIONS": "halt_on_error=1",
