@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -292,13 +292,6 @@ def _check_pair(weight: str, activation: str, inner: str) -> None:
 class _Loader(yaml.SafeLoader):
     """YAML as people write it: 1e-3 is a number, yes/no are text, a repeated key is an error."""
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [
-            (tag, pattern) for tag, pattern in rules if not tag.endswith((":bool", ":float", ":timestamp"))
-        ]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
@@ -307,6 +300,12 @@ class _Loader(yaml.SafeLoader):
                 None, None, f"key '{twice}' is given twice", node.start_mark
             )
         return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":bool", ":float", ":timestamp"))]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 _Loader.add_implicit_resolver(
