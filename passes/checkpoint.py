@@ -58,8 +58,9 @@ def _read_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     raw = read_json(path / "config.json")
-    method = (raw.get("quantization_config") or {}).get("quant_method")
-    if raw.get("quantization_config"):
+    quantised = raw.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise InputError(
             f"{path} holds weights that another tool has quantised already",
             found=f"quantization_config with quant_method {method!r}",
@@ -67,9 +68,10 @@ def _read_config(path: Path) -> Any:
             action="build from the original model; a recipe quantises it",
         )
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        # Without trust_remote_code=False transformers asks on the terminal whether to run the folder's Python files.
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a configuration's own checks raise
+        reason = " ".join((str(error) or repr(error)).split())[:300]
         raise InputError(
             f"transformers cannot read {path / 'config.json'}",
             found=f"model_type {raw.get('model_type')!r}: {reason}",

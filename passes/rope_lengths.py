@@ -47,11 +47,17 @@ def check_rope_types(config: Any) -> None:
 def exact_context(config: Any) -> int | None:
     """The longest context at which one set of frequencies is the model's own (None: any)."""
     lengths = [
-        parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+        _unscaled_length(config, parameters)
         for parameters in _parameter_sets(config).values()
         if parameters.get("rope_type") == "longrope" or "dynamic" in str(parameters.get("rope_type"))
     ]
     return min(lengths, default=None)
+
+
+def _unscaled_length(config: Any, parameters: dict[str, Any]) -> int:
+    """Up to how many tokens transformers takes the original frequencies; `dynamic` has no parameter for it."""
+    stated = parameters.get("original_max_position_embeddings")
+    return stated if stated and parameters.get("rope_type") == "longrope" else config.max_position_embeddings
 
 
 def fix_rope_lengths(model: Any, max_context: int) -> list[str]:
@@ -72,9 +78,7 @@ def fix_rope_lengths(model: Any, max_context: int) -> list[str]:
             if kind != "longrope" and "dynamic" not in kind:
                 continue
             parameters = sets.get(layer, {})
-            original = (
-                parameters.get("original_max_position_embeddings") or module.config.max_position_embeddings
-            )
+            original = _unscaled_length(module.config, parameters)
             extra = {"layer_type": layer} if layer is not None else {}
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](
                 module.config, torch.device("cpu"), seq_len=max(max_context, 1), **extra

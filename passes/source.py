@@ -105,7 +105,7 @@ class ModelSource:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as error:
             said = (str(error) or repr(error)).splitlines()[0]
             raise InputError(f"transformers cannot read the tokenizer in {self.path}", found=said) from error

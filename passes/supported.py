@@ -18,6 +18,9 @@ _CONTEXT_KEYS = (
     "n_ctx",
 )
 _DEFAULT_CONTEXT = 2048
+_LEAST_CONTEXT = 4  # what tracing with a varying length needs
+_MOST_CONTEXT = 1 << 20  # taken unasked: every position has a row in the tables of cosines and sines
+_ADDRESSABLE = 1 << 24
 
 
 def refuse_unsupported(config: Any) -> None:
@@ -65,6 +68,14 @@ def refuse_unsupported(config: Any) -> None:
 def resolve_context(config: Any, stated: int | None) -> tuple[int, list[str]]:
     """The engine's limit in tokens, and notes. Learned positions cannot be exceeded; RoPE may be, with a note."""
     own = next((int(getattr(config, key)) for key in _CONTEXT_KEYS if getattr(config, key, None)), None)
+    for name, length, most in (("max_context", stated, _ADDRESSABLE), ("the model's context", own, None)):
+        if length is not None and (length < _LEAST_CONTEXT or (most and length > most)):
+            limit = f" and at most {most:,}" if most else ""
+            raise InputError(
+                f"{name} is too {'small' if length < _LEAST_CONTEXT else 'large'}",
+                found=f"{length:,} tokens",
+                expected=f"at least {_LEAST_CONTEXT}{limit}",
+            )
     if stated is None:
         if own is None:
             return _DEFAULT_CONTEXT, [
@@ -77,9 +88,12 @@ def resolve_context(config: Any, stated: int | None) -> tuple[int, list[str]]:
                 f"the model's rotary frequencies change beyond {exact} tokens, which is taken as the maximum "
                 f"context; set max_context (up to {own}) to use the ones for longer texts at every length"
             ]
+        if own > _MOST_CONTEXT:
+            return _MOST_CONTEXT, [
+                f"of the {own:,} tokens that the configuration states, {_MOST_CONTEXT:,} are taken as the maximum "
+                "context; set max_context to change it"
+            ]
         return own, []
-    if stated < 2:
-        raise InputError("max_context is too small", found=stated, expected="2 or more tokens")
     if own is not None and stated > own:
         return stated, [f"max_context {stated} is longer than the {own} tokens that the configuration states"]
     return stated, []

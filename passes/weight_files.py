@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from enginewright.passes.weights import CheckpointTensor, Weight
 from enginewright.recipes.errors import InputError
@@ -25,6 +26,13 @@ _DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+_DAMAGE = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+)  # what reading a header that is none raises
 _SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
@@ -37,6 +45,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{path} is not a JSON object", found=type(content).__name__)
     return content
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    return InputError(f"{path} cannot be read", found=error, action="copy or download the file again")
 
 
 class SafetensorsFile:
@@ -56,12 +68,12 @@ class SafetensorsFile:
                         action="copy or download the file again",
                     )
                 header = json.loads(file.read(length))
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"{path} cannot be read", found=error, action="copy or download the file again"
-            ) from error
-        header.pop("__metadata__", None)
-        needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            header.pop("__metadata__", None)
+            types = {key: entry["dtype"] for key, entry in header.items()}
+            shapes = {key: tuple(entry["shape"]) for key, entry in header.items()}
+            needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except _DAMAGE as error:
+            raise _unreadable(path, error) from error
         if needed > size:
             raise InputError(
                 f"{path} is truncated",
@@ -70,20 +82,21 @@ class SafetensorsFile:
                 action="copy or download the file again",
             )
         self.entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for key, entry in header.items():
-            if entry["dtype"] not in _DTYPES:
-                raise InputError(f"{path} holds {key} in a type that is not supported", found=entry["dtype"])
-            self.entries[key] = (tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+        for key, dtype in types.items():
+            if not isinstance(dtype, str) or dtype not in _DTYPES:
+                raise InputError(f"{path} holds {key} in a type that is not supported", found=dtype)
+            self.entries[key] = (shapes[key], _DTYPES[dtype])
+        try:
+            with safe_open(str(path), framework="pt"):
+                pass  # checks that the tensors fill the file, in order and without overlap
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
 
     def read(self, key: str) -> torch.Tensor:
-        from safetensors import safe_open
-
         with safe_open(str(self.path), framework="pt") as file:
             return file.get_tensor(key)
 
     def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
-        from safetensors import safe_open
-
         with safe_open(str(self.path), framework="pt") as file:
             return file.get_slice(key)[start:stop]
 
@@ -144,6 +157,11 @@ def _sharded(
     mapping = read_json(path / index).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise InputError(f"{path / index} has no weight_map", action="copy or download the file again")
+    unnamed = sorted(key for key, shard in mapping.items() if not isinstance(shard, str))
+    if unnamed:
+        raise InputError(
+            f"{path / index} assigns tensors to no file", found=unnamed[:3], expected="file names"
+        )
     shards = sorted(set(mapping.values()))
     outside = [shard for shard in shards if Path(shard).name != shard]
     if outside:

@@ -124,14 +124,20 @@ def check_bound(
             expected=f"{missing[0]} of shape {list(wanted[missing[0]])}",
             action="check that config.json and the weights belong to one model, and that every file is there",
         )
+    numbers = {name: tensor.is_floating_point() for name, tensor in model.state_dict().items()}
     for name, weight in bound.items():
+        said: tuple[str, object, object] | None = None
         if weight.shape != wanted[name]:
+            said = "wrong shape", list(weight.shape), list(wanted[name])
+        elif numbers.get(name) and not weight.dtype.is_floating_point:
+            said = "wrong type", str(weight.dtype).removeprefix("torch."), "a float type"
+        if said is not None:
             leaf = next(weight.leaves())
             file = getattr(getattr(leaf, "reader", None), "path", source)
             raise InputError(
-                f"the tensor {weight.name} in {file} has the wrong shape for {name}",
-                found=list(weight.shape),
-                expected=list(wanted[name]),
+                f"the tensor {weight.name} in {file} has the {said[0]} for {name}",
+                found=said[1],
+                expected=said[2],
                 action="check that config.json and the weights belong to one model",
             )
 

@@ -323,7 +323,7 @@ _Loader.add_implicit_resolver(
 def _read_yaml(text: str, what: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, TypeError) as error:
+    except (yaml.YAMLError, TypeError, RecursionError) as error:
         raise InputError(f"{what} is not valid YAML", found=" ".join(str(error).split())) from error
 
 

@@ -16,6 +16,7 @@ from enginewright.passes.legality import check
 from enginewright.passes.matching import argument
 from enginewright.passes.normalise import Normalise
 from enginewright.passes.program import Program, Stage
+from enginewright.passes.supported import resolve_context
 from enginewright.recipes.errors import CaptureError, InputError
 from tests.passes.architectures import ARCHITECTURES, FAMILIES, VOCAB, folder, save, write_tokenizer
 
@@ -183,6 +184,7 @@ LONG = {"original_max_position_embeddings": 64, "factor": 4.0}
 ROPES = {
     "linear": {"factor": 2.5},
     "dynamic": {"factor": 2.0},
+    "dynamic, with a length that it has no use for": {"factor": 2.0, "original_max_position_embeddings": 32},
     "yarn": LONG,
     "yarn, factor 1.0": {**LONG, "attention_factor": 1.0},
     "yarn, factor 1.2": {**LONG, "attention_factor": 1.2},
@@ -210,7 +212,7 @@ def rope_folder(path: Path, name: str, spelling: str) -> Path:
 def test_rope_types(tmp_path, name, spelling):
     path = rope_folder(tmp_path, name, spelling)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    dependent = name in ("dynamic", "longrope")
+    dependent = name.startswith(("dynamic", "longrope"))
     program = normalised(path)
     assert program.facts.max_context == (64 if dependent else 256)
     for length in (8, 64 if dependent else 200):
@@ -275,13 +277,57 @@ def test_folders_that_are_none(tmp_path):
         HuggingFaceFolder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "wide"},
+        {"num_attention_heads": 3},
+        {"rope_parameters": "yes"},
+        {"rms_norm_eps": "small"},
+        {"eos_token_id": "</s>"},
+        {"quantization_config": "gptq"},
+    ],
+)
+def test_a_configuration_with_a_value_of_the_wrong_kind(tmp_path, changes):
+    config = json.loads((folder("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(InputError, match=f"{tmp_path}") as error:
+        HuggingFaceFolder(tmp_path)
+    assert str(*changes.values()) in str(error.value)
+
+
+def test_code_in_the_model_folder_is_never_offered_to_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run the model's code"))
+    custom = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(custom))
+    (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(InputError, match=r"(?s)'own'.*custom code"):
+        HuggingFaceFolder(tmp_path)
+
+
 def test_the_context_is_limited_by_learned_positions():
     with pytest.raises(CaptureError, match="more positions than the model has learned") as error:
         normalised(folder("gpt2"), max_context=300)
     assert "max_context to 256" in str(error.value)
-    with pytest.raises(InputError, match="too small"):
-        capture(folder("gpt2"), max_context=1)
-    assert normalised(folder("gpt2"), max_context=40).facts.max_context == 40
+    for length in (1, 3):
+        with pytest.raises(InputError, match="too small"):
+            capture(folder("gpt2"), max_context=length)
+    for length in (4, 5, 40):
+        assert normalised(folder("gpt2"), max_context=length).facts.max_context == length
+
+
+def test_a_context_beyond_any_table_is_not_taken_unasked():
+    config = AutoConfig.for_model("llama", max_position_embeddings=10**9)
+    context, notes = resolve_context(config, None)
+    assert context == 1 << 20 and "1,000,000,000" in notes[0]
+    with pytest.raises(InputError, match="too large"):
+        resolve_context(config, 10**9)
+    config.max_position_embeddings = 3
+    with pytest.raises(InputError, match=r"(?s)too small.*3 tokens"):
+        resolve_context(config, None)
 
 
 def test_facts():

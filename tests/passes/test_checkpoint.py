@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,49 @@ def test_a_truncated_file(single):
     refused(single, "model.safetensors")
 
 
+def with_header(path: Path, change: Callable[[dict], dict | list | None]) -> None:
+    """Rewrite the header: changed in place, or what `change` returns."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    changed = change(header)
+    text = json.dumps(header if changed is None else changed).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda header, first, other: [],
+        lambda header, first, other: header.update({first: None}),
+        lambda header, first, other: header.update({first: {"dtype": "F32"}}),
+        lambda header, first, other: header.update(spare=header[first]),
+        lambda header, first, other: header[first].update(dtype="F8_E4M3"),
+        lambda header, first, other: header[first].update(shape=7),
+        lambda header, first, other: header[first].update(data_offsets=[-8, 8]),
+        lambda header, first, other: header[first].update(data_offsets=header[other]["data_offsets"]),
+    ],
+)
+def test_a_header_that_does_not_describe_its_file(single, damage):
+    with_header(
+        single / "model.safetensors",
+        lambda header: damage(header, *[key for key in header if key != "__metadata__"][:2]),
+    )
+    refused(single, "model.safetensors cannot be read", "copy or download")
+
+
+@pytest.mark.parametrize("dtype", ["F7", ["F32"], None])
+def test_a_type_that_nothing_reads(single, dtype):
+    with_header(single / "model.safetensors", lambda header: header["lm_head.weight"].update(dtype=dtype))
+    refused(single, "lm_head.weight", "type that is not supported")
+
+
+def test_bytes_after_the_last_tensor(single):
+    with (single / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    refused(single, "model.safetensors cannot be read")
+
+
 def test_an_index_that_names_a_tensor_no_shard_holds(sharded):
     index = index_of(sharded)
     key = "model.layers.0.input_layernorm.weight"
@@ -136,6 +180,13 @@ def test_an_index_that_names_a_tensor_no_shard_holds(sharded):
     index["weight_map"][key] = other
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(sharded, key, other, f"it stands in {shard}")
+
+
+def test_an_index_whose_files_are_no_names(sharded):
+    index = index_of(sharded)
+    index["weight_map"]["lm_head.weight"] = 3
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(sharded, "lm_head.weight", "file names")
 
 
 def test_a_damaged_index(sharded):
@@ -161,6 +212,11 @@ def test_a_missing_tensor(single):
 def test_a_tensor_of_another_shape(single):
     rewritten(single, **{"model.layers.1.mlp.up_proj.weight": torch.zeros(40, 72)})
     refused(single, "model.layers.1.mlp.up_proj.weight", "model.safetensors", "[40, 72]", "[72, 40]")
+
+
+def test_integers_where_the_model_has_floats(single):
+    rewritten(single, **{"lm_head.weight": torch.ones(VOCAB, 40, dtype=torch.int32)})
+    refused(single, "lm_head.weight", "model.safetensors", "int32", "float")
 
 
 def test_tensors_that_are_not_the_models_are_noted(single):

@@ -110,6 +110,7 @@ def test_overrides_take_lists_numbers_null_and_indices():
         (["linear.weight.bits=4"], ["'linear.weight' has no keys inside it"]),
         (["linear.weight"], ["KEY=VALUE"]),
         (["linear={weight: int8"], ["'linear' is not valid YAML"]),
+        (["linear=" + "[" * 5000], ["'linear' is not valid YAML"]),
         (["linear={weight: int8, weight: bf16}"], ["'weight' is given twice"]),
         (["quantise.method=gptqq"], ["'quantise.method'", "'gptqq'", "rtn"]),
     ],
