@@ -9,12 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
+import enginewright
+from enginewright.backends.artifact import open_engine
 from enginewright.cli import engine, optimize
+from enginewright.recipes.errors import EnginewrightError
 from tests.passes.architectures import folder, save
 
 
@@ -93,6 +98,23 @@ def test_dump_writes_a_graph_after_every_pass(tmp_path: Path) -> None:
     assert any("insert_paged_kv" in name for name in names)
 
 
+def test_a_dump_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(
+        run_optimize(folder("llama"), "-o", tmp_path / "engine", "--dump", tmp_path / "file" / "graphs"),
+        "graphs cannot be written",
+        "file/graphs",
+    )
+    nothing_left(tmp_path, "file")
+
+
+def test_kernels_that_the_machine_lacks_are_refused_by_name(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINEWRIGHT_ISA", "abacus")
+    refused(run_engine("generate", built, "w5"), "'abacus'", "portable", "ENGINEWRIGHT_ISA")
+
+
 def test_list_recipes() -> None:
     result = run_optimize("--list-recipes")
     assert result.exit_code == 0
@@ -169,6 +191,41 @@ def test_an_existing_output_is_kept(tmp_path: Path, built: Path) -> None:
     shutil.copytree(built, copy)
     refused(run_optimize(folder("llama"), "--recipe", "fp32", "-o", copy), "--force")
     assert run_optimize(folder("llama"), "--recipe", "fp32", "-o", copy, "--force").exit_code == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_never_pass(tmp_path: Path, value: float) -> None:
+    model = save("llama", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][3] = value
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    arguments = [model, "--recipe", "fp32", "-o", tmp_path / "engine"]
+    failed = run_optimize(
+        *arguments, "--set", "verify.max_kl=null", "--set", "verify.max_perplexity_ratio=null"
+    )
+    assert failed.exit_code == 1, failed.output
+    assert "source model returned logits that are not finite" in failed.output
+    nothing_left(tmp_path, "model")
+    built = run_optimize(*arguments, "--allow-unverified")
+    assert built.exit_code == 0, built.output
+    assert "not finite" in built.output
+    verification = open_engine(tmp_path / "engine", check=True).manifest["verification"]
+    assert verification["verdict"] == "failed" and verification["mean_kl"] is None
+    assert run_engine("inspect", tmp_path / "engine").exit_code == 0
+
+
+def test_builds_on_several_threads_take_turns(tmp_path: Path) -> None:
+    def build(name: str) -> str:
+        try:
+            enginewright.optimize(folder("llama"), "fp32", tmp_path / name)
+        except EnginewrightError as error:
+            return str(error)
+        return "built"
+
+    with ThreadPoolExecutor(3) as pool:
+        said = sorted(pool.map(build, ["one", "one", "two"]))
+    assert said[1:] == ["built", "built"] and "one exists already" in said[0]
+    nothing_left(tmp_path, "one", "two")
 
 
 def test_a_failed_verification_publishes_nothing(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ class CpuExecutor:
     `program`, `weights_file`: program.json and weights.bin. `threads`: None takes one for each core that the process
     may use (affinity and cgroup quota). `weights`: "mmap" shares the file's pages with other processes, "copy" reads
     them into (huge) pages of this one. `max_tokens`, `max_rows`: rows and logit rows a step may have (max_rows:
-    max_tokens unless given). `isa`: "avx512", "avx2" or "portable"; the best that the machine has unless given.
+    max_tokens unless given). `isa`: "avx512", "avx2" or "portable"; what the variable
+    ENGINEWRIGHT_ISA says, else the best that the machine has, unless given.
 
     Raises ArtifactError for a program that is damaged or does not fit its weights, InputError for options.
     """
@@ -49,6 +50,7 @@ class CpuExecutor:
     ) -> None:
         self.max_tokens = max_tokens
         self.max_rows = max_tokens if max_rows is None else max_rows
+        isa = isa or os.environ.get("ENGINEWRIGHT_ISA", "")
         _check_options(threads, weights, self.max_tokens, self.max_rows, isa)
         try:
             text = Path(program).read_bytes().decode()
@@ -142,5 +144,10 @@ def _check_options(threads: int | None, weights: str, max_tokens: int, max_rows:
             raise InputError(f"{name} cannot be used", found=value, expected=f"1 to {1 << 20}")
     if isa and isa not in _native.available_isas():
         raise InputError(
-            "this machine has no such kernels", found=repr(isa), expected=", ".join(_native.available_isas())
+            "this machine has no such kernels",
+            found=repr(isa),
+            expected=", ".join(_native.available_isas()),
+            action="unset ENGINEWRIGHT_ISA, or name one of these"
+            if "ENGINEWRIGHT_ISA" in os.environ
+            else None,
         )

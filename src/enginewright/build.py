@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -30,6 +31,8 @@ from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import Recipe, load_recipe
 from enginewright.runtime.engine import Engine, load
 from enginewright.verify import Verification, verify
+
+_ONE_AT_A_TIME = threading.Lock()  # torch.export patches the whole process while it traces
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,16 @@ def optimize(
         if out is not None
         else Path("engines") / f"{Path(model).name.removesuffix('.gguf')}-{resolved.name}"
     )
-    with ArtifactWriter(out, force=force) as writer:
+    if dump is not None:
+        try:
+            Path(dump).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                "the graphs cannot be written",
+                found=f"{dump}: {error.strerror}",
+                expected="a folder, or a new name",
+            ) from error
+    with _ONE_AT_A_TIME, ArtifactWriter(out, force=force) as writer:
         with progress.stage("open") as record:
             source = open_source(model)
             record.detail = source.name
@@ -123,10 +135,6 @@ def _run_passes(
     program: Program, recipe: Recipe, progress: Progress, dump: str | os.PathLike[str] | None
 ) -> list[dict[str, Any]]:
     folder = None if dump is None else Path(dump)
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise InputError(
-            "the graphs cannot be written", found=f"{folder} is a file", expected="a folder, or a new name"
-        )
     with progress.stage("passes") as record:
         records = run_steps(
             program,

@@ -115,15 +115,19 @@ def verification_table(verification: dict[str, Any]) -> Table:
     def row(name: str, value: str, key: str = "", sign: str = "≤") -> None:
         table.add_row(name, value, f"{sign} {limits[key]:g}" if key in limits else "")
 
+    def figure(name: str, form: str) -> str:
+        value = verification[name]
+        return "not finite" if value is None else format(value, form)
+
     row("positions compared", f"{verification['tokens']} in {verification['samples']} samples")
-    row("largest logit error", f"{verification['max_logit_error']:.3g}")
-    row("  of the largest logit", f"{verification['relative_logit_error']:.3g}", "max_logit_error")
-    row("mean KL divergence", f"{verification['mean_kl']:.3g}", "max_kl")
-    row("99.9th percentile of KL", f"{verification['p999_kl']:.3g}")
+    row("largest logit error", figure("max_logit_error", ".3g"))
+    row("  of the largest logit", figure("relative_logit_error", ".3g"), "max_logit_error")
+    row("mean KL divergence", figure("mean_kl", ".3g"), "max_kl")
+    row("99.9th percentile of KL", figure("p999_kl", ".3g"))
     ties = f" ({verification['ties']} ties excused)" if verification["ties"] else ""
     row("top-1 agreement", f"{verification['top1_agreement']:.2%}{ties}", "min_top1", "≥")
-    perplexity = f"{verification['perplexity']:.3f} / {verification['reference_perplexity']:.3f}"
-    row("perplexity ratio", f"{verification['perplexity_ratio']:.4f} ({perplexity})", "max_perplexity_ratio")
+    perplexity = f"{figure('perplexity', '.3f')} / {figure('reference_perplexity', '.3f')}"
+    row("perplexity ratio", f"{figure('perplexity_ratio', '.4f')} ({perplexity})", "max_perplexity_ratio")
     if verification["invariant"] is not None:
         row("same bits however scheduled", "yes" if verification["invariant"] else "no")
     for failure in verification["failures"]:

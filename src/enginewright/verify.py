@@ -76,8 +76,12 @@ class Verification:
         return not self.failures
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as plain values, with the verdict, for the manifest."""
-        return {"verdict": "passed" if self.passed else "failed", **asdict(self)}
+        """The figures as plain values, with the verdict, for the manifest; None for one that is not finite."""
+        figures = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
+        return {"verdict": "passed" if self.passed else "failed", **figures}
 
     def raise_if_failed(self) -> None:
         """Raise VerificationError naming each figure that left its limit."""
@@ -140,7 +144,8 @@ def verify(
         if demand_invariance:
             alone = engine.logits([tokens], chunk_size=7 if len(tokens) < 64 else 61)[0]
             invariant = bool(invariant) and np.array_equal(alone.view(np.int32), logits.view(np.int32))
-        figures.add(tokens, _judge_logits(judge, tokens), logits)
+        with np.errstate(invalid="ignore"):  # logits that are not finite are counted, not warned of
+            figures.add(tokens, _judge_logits(judge, tokens), logits)
     crosses = len(samples[-1]) > window if window else None
     return figures.verdict(len(samples), limits, invariant, crosses)
 
@@ -167,15 +172,17 @@ class _Figures:
         self.scored = 0
         self.loss = 0.0
         self.reference_loss = 0.0
-        self.finite = True
+        self.finite = {"source model": True, "engine": True}
 
     def add(self, tokens: list[int], reference: np.ndarray, logits: np.ndarray) -> None:
         """Compare [T, vocab] logits of one sample."""
         targets = np.asarray(tokens[1:], dtype=np.int64)
         for start, p, q in _blocks(reference, logits):
-            self.finite = self.finite and bool(np.isfinite(q).all())
-            self.error = max(self.error, float(np.abs(p - q).max()))
-            self.largest = max(self.largest, float(np.abs(p).max()))
+            for name, values in (("source model", p), ("engine", q)):
+                self.finite[name] = self.finite[name] and bool(np.isfinite(values).all())
+            # np.maximum keeps a NaN, max does not.
+            self.error = float(np.maximum(self.error, np.abs(p - q).max()))
+            self.largest = float(np.maximum(self.largest, np.abs(p).max()))
             differs = p.argmax(-1) != q.argmax(-1)
             if differs.any():
                 best = np.partition(p[differs], -2, axis=-1)[:, -2:]
@@ -206,7 +213,11 @@ class _Figures:
             "min_top1": top1,
             "max_perplexity_ratio": ratio,
         }
-        failures = [] if self.finite else ["the engine returned logits that are not finite"]
+        failures = [
+            f"the {name} returned logits that are not finite"
+            for name, all_are in self.finite.items()
+            if not all_are
+        ]
         for name, limit in limits.items():
             value = figures[name]
             if not (value >= limit if name.startswith("min_") else value <= limit):
