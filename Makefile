@@ -1,6 +1,7 @@
 # Two commands for a newcomer: `make demo` (a model, an engine, some text) and `make test` (the whole suite, one small case of all).
 # Both set up what they need in .venv and are quick the second time. PYTHON picks the interpreter (3.10 to 3.13).
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -49,7 +50,7 @@ demo: engines/smollm2-int4
 
 test: $(VENV)/.test
 	@echo "-- running the tests"
-	@$(BIN)/python -m pytest -m "not slow"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --durations=10
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
