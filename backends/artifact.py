@@ -148,6 +148,9 @@ def _check_shape(manifest: Mapping[str, Any], path: Path) -> None:
             f"{path / MANIFEST} lacks {', '.join(missing)}",
             action="it is no engine, or a damaged one: rebuild it",
         )
+    odd = [key for key in ("enginewright_version", "backend", "target") if not isinstance(manifest[key], str)]
+    if odd:
+        raise ArtifactError(f"{path / MANIFEST}: '{odd[0]}' must be text", found=repr(manifest[odd[0]])[:200])
     files = manifest["files"]
     good = isinstance(files, Mapping) and all(
         isinstance(entry, Mapping)

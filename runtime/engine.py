@@ -23,7 +23,7 @@ import numpy as np
 from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, open_engine
 from enginewright.backends.base import Executor
-from enginewright.recipes.errors import InputError, RequestError
+from enginewright.recipes.errors import ArtifactError, InputError, RequestError
 
 from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
 from .memory import plan_pages
@@ -37,6 +37,7 @@ __all__ = ["Engine", "TextDelta", "load"]
 Prompts = str | Sequence[Any]
 
 DEFAULT_CACHE_BYTES = 1 << 30
+MOST_CONTEXT = 1 << 24  # page tables of longer contexts would not fit in memory
 
 _log = logging.getLogger(__name__)
 SCORED_ROWS = 128  # logit rows of a step when scoring; with a vocabulary of 262,144 a row takes 1 MiB
@@ -132,9 +133,17 @@ class Engine:
     ) -> None:
         self.artifact = artifact
         self.executor = executor
-        model = artifact.manifest["model"]
         self.vocab_size: int = executor.vocab_size
-        self.max_context: int = model["max_context"]
+        model = artifact.manifest.get("model")
+        longest = model.get("max_context") if isinstance(model, dict) else None
+        if type(longest) is not int or not 1 <= longest <= MOST_CONTEXT:
+            raise ArtifactError(
+                f"the engine at {artifact.path} does not say how many tokens its context holds",
+                found=f"model.max_context {longest!r}",
+                expected=f"a whole number from 1 to {MOST_CONTEXT:,}",
+                action="build the engine again with `optimize`",
+            )
+        self.max_context: int = longest
         self.tokenizer = Tokenizer(artifact.path) if "tokenizer.json" in artifact else None
         token_budget = max(token_budget, max_sequences)
         pages = plan_pages(
@@ -158,10 +167,11 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ life
 
     def close(self) -> None:
-        """Release the executor's memory. The engine cannot be used afterwards."""
-        if not self._closed:
-            self._closed = True
-            self.executor.close()
+        """Release the executor's memory, after the step that may be running. The engine cannot be used afterwards."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.executor.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -363,6 +373,7 @@ class Engine:
                     self.loop.submit(request)
             while not all(request.finished for request in requests):
                 with self._lock:
+                    self._check_open()
                     self.loop.step()
         finally:
             with self._lock:

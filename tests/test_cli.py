@@ -241,6 +241,19 @@ def test_a_failed_verification_publishes_nothing(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_build_that_is_asked_to_end_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    code = "from enginewright.cli import optimize; optimize()"
+    command = [sys.executable, "-c", code, str(folder("gemma3_text")), "-o", str(tmp_path / "engine")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.iterdir()) and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in errors, errors
+    nothing_left(tmp_path)
+
+
 @pytest.mark.parametrize("delay", [0.5, 4.0, 7.0])
 def test_ctrl_c_leaves_nothing(tmp_path: Path, delay: float) -> None:
     command = [

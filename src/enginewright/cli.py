@@ -1,14 +1,17 @@
 """The two command lines: `optimize` builds an engine, `engine` looks at one and runs it.
 
-Exit codes: 0 done; 1 verification failed (nothing was published); 2 what was given cannot be used. 130 on Ctrl-C.
+Exit codes: 0 done; 1 verification failed (nothing was published); 2 what was given cannot be used. 130 on Ctrl-C, 143 on SIGTERM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,34 @@ from enginewright.recipes.errors import EnginewrightError, InputError
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
+@contextlib.contextmanager
+def _asked_to_end() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack, so that an unfinished build is removed, as on Ctrl-C."""
+
+    def end(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    signals: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        known = (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP"))
+        signals = [number for number in known if number and signal.getsignal(number) is signal.SIG_DFL]
+    for number in signals:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in signals:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _reports_errors(command: Callable[..., Any]) -> Callable[..., Any]:
     """One clear message on stderr instead of a traceback, and the exit code that belongs to it."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return command(*args, **kwargs)
+            with _asked_to_end():
+                return command(*args, **kwargs)
         except EnginewrightError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)

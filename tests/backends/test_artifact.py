@@ -165,6 +165,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no version": (lambda m: m.pop("format_version"), r"format None"),
     "a word for a version": (set_item(format_version="1"), r"format '1'"),
     "target": (set_item(target="sm_90"), "has changed since it was built"),
+    "a number for a backend": (set_item(backend=7), r"'backend' must be text"),
     "hash": (set_item(manifest_sha256="0" * 64), "has changed since it was built"),
     "no files": (lambda m: m.pop("files"), "lacks files"),
     "files of another kind": (set_item(files=["weights.bin"]), "must map names"),

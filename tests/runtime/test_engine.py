@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from tokenizers import models as tokenizer_models
 
 from enginewright.backends.artifact import Artifact
 from enginewright.backends.base import KvGroupInfo
-from enginewright.recipes.errors import InputError, RequestError
+from enginewright.recipes.errors import ArtifactError, InputError, RequestError
 from enginewright.runtime.engine import Engine, load
 from enginewright.runtime.memory import plan_pages
 from enginewright.runtime.pages import GroupSpec
@@ -58,6 +60,15 @@ class Scripted(FakeExecutor):
             logits[r] = 0
             logits[r, self._script[min(place, len(self._script) - 1)]] = 9
         return logits
+
+
+@pytest.mark.parametrize(
+    "model", [None, [], {}, *({"max_context": n} for n in ("64", None, True, 0, 10**12))]
+)
+def test_an_engine_that_does_not_state_its_context_is_refused(folder, model):
+    manifest = {"files": {}} if model is None else {"files": {}, "model": model}
+    with pytest.raises(ArtifactError, match=r"context holds(?s:.*)max_context"):
+        Engine(Artifact(folder, manifest), FakeExecutor(GROUPS, len(LETTERS)))
 
 
 def test_stream_adds_up_to_generate_and_company_changes_nothing(folder):
@@ -225,3 +236,24 @@ def test_the_cache_is_as_large_as_asked_and_never_larger_than_useful():
     assert 2000 < sum(n * group.page_bytes for n, group in zip(pages, groups, strict=True)) <= 3000
     with pytest.raises(InputError, match="room for nothing"):
         plan_pages(groups, tokens=None, limit_bytes=50, **common)
+
+
+@pytest.mark.parametrize("work", ["generate", "logits"])
+def test_closing_waits_for_the_running_step_and_ends_the_others(folder, work):
+    started, seen = threading.Event(), []
+
+    class Slow(FakeExecutor):
+        def step(self, step):
+            started.set()
+            time.sleep(0.05)
+            seen.append(self.closed)
+            return super().step(step)
+
+    engine = make_engine(folder, Slow(GROUPS, len(LETTERS)), chunk_size=1)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(getattr(engine, work), [[1] * 40])
+        assert started.wait(10)
+        engine.close()
+        with pytest.raises(RequestError, match="the engine is closed"):
+            answer.result(10)
+    assert engine.executor.closed and not any(seen)
