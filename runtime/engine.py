@@ -135,7 +135,8 @@ class Engine:
         self.executor = executor
         self.vocab_size: int = executor.vocab_size
         model = artifact.manifest.get("model")
-        longest = model.get("max_context") if isinstance(model, dict) else None
+        model = model if isinstance(model, dict) else {}
+        longest = model.get("max_context")
         if type(longest) is not int or not 1 <= longest <= MOST_CONTEXT:
             raise ArtifactError(
                 f"the engine at {artifact.path} does not say how many tokens its context holds",
