@@ -85,7 +85,7 @@ def test_overrides_take_lists_numbers_null_and_indices():
         (["lienar={weight: int8}"], ["'lienar'", "did you mean 'linear'"]),
         (
             ["linear.weight=int5_g64"],
-            ["'linear.weight'", "'int5_g64'", "_g16, _g32, _g64", "did you mean int4_g64"],
+            ["'linear.weight'", "'int5_g64'", "_g16, _g32, _g64", "int4_g64"],
         ),
         (["linear.weight=int4_g1024"], ["'linear.weight'", "int4_g1024", "_g256"]),
         (["linear.weight=int8_zp"], ["'linear.weight'", "int8_zp", "uint8"]),
