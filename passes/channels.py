@@ -93,10 +93,12 @@ def origins(x: fx.Node) -> Iterator[fx.Node]:
     elif _is_relu(x):
         yield from origins(argument(x, "x"))
     elif is_call(x, *_PRODUCTS, *_QUOTIENTS):
-        factors = x.all_input_nodes if is_call(x, *_PRODUCTS) else x.all_input_nodes[:1]
-        for factor in sorted(factors, key=lambda node: is_call(node, OPS["activation"])):
-            if factor.op != "get_attr":
-                yield from origins(factor)
+        factors = x.all_input_nodes if is_call(x, *_PRODUCTS) else [x.args[0]]
+        walks = [factor for factor in factors if isinstance(factor, fx.Node) and factor.op != "get_attr"]
+        for factor in sorted(walks, key=lambda node: is_call(node, OPS["activation"])):
+            yield from origins(factor)
+        if not walks:
+            yield x
     else:
         yield x
 
@@ -165,11 +167,8 @@ def _passing(user: fx.Node, given: Sequence[fx.Node]) -> fx.Node | None:
     elif is_call(user, *_QUOTIENTS):
         able = [user.args[0]]
     elif is_call(user, *_PRODUCTS):
-        able = (
-            list(given)
-            if len(given) == 1
-            else [node for node in given if not is_call(node, OPS["activation"])]
-        )
+        plain = [node for node in given if not is_call(node, OPS["activation"])]
+        able = list(given) if len(given) == 1 else plain
     else:
         return None
     if len(able) != 1 or able[0] not in given or inputs.count(able[0]) != 1:

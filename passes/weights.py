@@ -223,8 +223,6 @@ class ScaledAlong(_Derived):
         name: str | None = None,
     ):
         super().__init__(source, source.shape, name)
-        if tuple(factors.shape) != (source.shape[dim],):
-            raise ValueError(f"cannot scale axis {dim} of {source} by {list(factors.shape)} factors")
         self.dtype = torch.float32
         self.dim = dim % len(source.shape)
         self.factors = factors.detach().float()
@@ -354,6 +352,8 @@ def stacked(parts: Sequence[Weight], name: str | None = None) -> Weight:
 def scaled_along(weight: Weight, dim: int, factors: torch.Tensor, offset: float = 0.0) -> Weight:
     """(weight + offset) times a vector along one axis. However often it is scaled, an axis keeps one vector."""
     dim %= len(weight.shape)
+    if tuple(factors.shape) != (weight.shape[dim],):
+        raise ValueError(f"cannot scale axis {dim} of {weight} by {list(factors.shape)} factors")
     if isinstance(weight, ScaledAlong) and not offset:
         if weight.dim == dim:
             return ScaledAlong(weight.source, dim, weight.factors * factors, weight.offset, weight.name)
