@@ -23,7 +23,7 @@ from enginewright.passes.manager import PassRecord, Progress, Step, run_steps
 from enginewright.passes.merge_duplicates import MergeDuplicates
 from enginewright.passes.order_rows import OrderRows
 from enginewright.passes.program import Program, Stage
-from enginewright.passes.quantise_rtn import Quantise
+from enginewright.passes.quantise import Quantise
 from enginewright.passes.select_rows import SelectRows
 from enginewright.passes.slice_before_rope import SliceBeforeRope
 from enginewright.recipes.recipe import Recipe
