@@ -166,6 +166,32 @@ EW_INLINE void keep_in_register(I16& a) { asm("" : "+v"(a.v)); }
 EW_INLINE void keep_in_register(F16& a) { asm("" : "+v"(a.v)); }
 EW_INLINE B64 low_nibbles(B64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 EW_INLINE B64 high_nibbles(B64 a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
+template <int Q> EW_INLINE B64 bit_pairs(B64 a) {
+  return {_mm512_and_si512(_mm512_srli_epi16(a.v, 2 * Q), _mm512_set1_epi8(3))};
+}
+EW_INLINE B64 add_fours(B64 a, const uint8_t* p) {
+  uint64_t set;
+  __builtin_memcpy(&set, p, 8);
+  return {_mm512_mask_add_epi8(a.v, set, a.v, _mm512_set1_epi8(4))};
+}
+struct Fp8Pairs { B64 first, second; };
+/// High and low bytes of the bf16 by themselves: by shifts for normal codes (the exponent's bias grows by 120), from a table
+/// of 8 for the subnormal ones; then interleaved.
+EW_INLINE Fp8Pairs fp8_pairs(B64 a) {
+  const __m512i magnitude = _mm512_and_si512(a.v, _mm512_set1_epi8(0x7f));
+  const __mmask64 subnormal = _mm512_cmplt_epu8_mask(magnitude, _mm512_set1_epi8(8));
+  const __mmask64 nan = _mm512_cmpeq_epi8_mask(magnitude, _mm512_set1_epi8(0x7f));
+  const __m512i low_table = _mm512_broadcast_i32x4(_mm_setr_epi32(static_cast<int>(0xc0800000u), 0x60402000, 0, 0));
+  const __m512i high_table = _mm512_broadcast_i32x4(_mm_setr_epi32(0x3b3b3b00, 0x3c3c3c3c, 0, 0));
+  __m512i low = _mm512_and_si512(_mm512_slli_epi16(a.v, 4), _mm512_set1_epi8(static_cast<char>(0xf0)));
+  __m512i high = _mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(7));
+  high = _mm512_add_epi8(high, _mm512_set1_epi8(60));
+  low = _mm512_mask_shuffle_epi8(low, subnormal, low_table, magnitude);
+  high = _mm512_mask_shuffle_epi8(high, subnormal, high_table, magnitude);
+  high = _mm512_mask_mov_epi8(high, nan, _mm512_set1_epi8(0x7f));
+  high = _mm512_ternarylogic_epi32(high, a.v, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);  // high | (a & 0x80)
+  return {{_mm512_unpacklo_epi8(low, high)}, {_mm512_unpackhi_epi8(low, high)}};
+}
 EW_INLINE __m512i broadcast_4_bytes(const void* p) {
   int32_t word;
   __builtin_memcpy(&word, p, 4);

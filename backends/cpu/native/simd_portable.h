@@ -288,6 +288,23 @@ EW_INLINE void keep_in_register(I16&) {}
 EW_INLINE void keep_in_register(F16&) {}
 EW_INLINE B64 low_nibbles(B64 a) { return EW_QUARTERS(B64, a.q[i] & 0x0f0f0f0fu); }
 EW_INLINE B64 high_nibbles(B64 a) { return EW_QUARTERS(B64, (a.q[i] >> 4) & 0x0f0f0f0fu); }
+template <int Q> EW_INLINE B64 bit_pairs(B64 a) { return EW_QUARTERS(B64, (a.q[i] >> (2 * Q)) & 0x03030303u); }
+/// Bits 0..3 of `set` as the 4s of four bytes.
+EW_INLINE uint32_t four_fours(uint32_t set) { return ((set & 15u) * 0x00204081u & 0x01010101u) << 2; }
+EW_INLINE B64 add_fours(B64 a, const uint8_t* p) {
+  return EW_QUARTERS(B64, (a.q[i] | Words4{four_fours(p[2 * i]), four_fours(p[2 * i] >> 4u), four_fours(p[2 * i + 1]),
+                                           four_fours(p[2 * i + 1] >> 4u)}));
+}
+struct Fp8Pairs { B64 first, second; };
+EW_INLINE uint32_t fp8_pair(uint32_t codes) {
+  return fp8_to_bf16(static_cast<uint8_t>(codes)) | static_cast<uint32_t>(fp8_to_bf16(static_cast<uint8_t>(codes >> 8))) << 16;
+}
+EW_INLINE Words4 fp8_quarter(uint32_t a, uint32_t b) {
+  return Words4{fp8_pair(a), fp8_pair(a >> 16), fp8_pair(b), fp8_pair(b >> 16)};
+}
+EW_INLINE Fp8Pairs fp8_pairs(B64 a) {
+  return {EW_QUARTERS(B64, fp8_quarter(a.q[i][0], a.q[i][1])), EW_QUARTERS(B64, fp8_quarter(a.q[i][2], a.q[i][3]))};
+}
 EW_INLINE S8x4 broadcast_s8x4(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
 EW_INLINE BF2 broadcast_bf2(const uint16_t* p) { return {{p[0], p[1]}}; }
 #if defined(__SSE2__)
