@@ -36,7 +36,7 @@ struct PackedRow {
     const uint8_t* codes = body + lane_of_tile / 4 * 16 + lane_of_tile % 4 * 2;
     const float weight_scale = header_f32();
     for (int64_t k = 0; k < weight.k; k++) {
-      out[k] = bf16_to_f32(fp8_to_bf16(codes[k / 4 * 64 + k % 4 / 2 * 8 + k % 2])) * weight_scale * scale;
+      out[k] = bf16_to_f32(fp8_to_bf16(codes[k / 4 * 64 + k % 4 / 2 * 8 + k % 2])) * kFp8Unit * weight_scale * scale;
     }
   }
 
@@ -50,7 +50,7 @@ struct PackedRow {
     if (Bits == 4) return step[byte] >> (4 * quad) & 15;
     const int low = step[byte] >> (2 * quad) & 3;
     if (Bits == 2) return low;
-    return low + 4 * (step[64 + 8 * quad + byte / 8] >> byte % 8 & 1);
+    return low + 4 * (step[64 + byte % 32] >> (2 * quad + 2 + byte / 32) % 8 & 1);
   }
 
   template <int Bits>

@@ -14,8 +14,9 @@
 //   uint8…          G            [k/G][16] f16 scale, [k/G][16] f16 second     [k/4][16][4] u8
 //   int4…           G            the same                                      [k/8][16][4] u8: low nibble k+j, high nibble k+4+j
 //   int2…           G            the same                                      [k/16][16][4] u8: bits 2q, 2q+1 hold k+4q+j
-//   int3…           G            the same                                      [k/16] of: the low two bits as int2, then
-//                                                                              [4] u64: bit 4·row+j of word q is bit 2 of k+4q+j
+//   int3…           G            the same                                      [k/16] of: [16][4] u8, the low two bits as int2;
+//                                                                              [32] u8, the third bits: with i = 4*row + j, that of
+//                                                                              k+4q+j is bit (2q + 2 + i/32) % 8 of byte i % 32
 //
 // Headers and tiles are padded to a multiple of 64 bytes. The value of a code:
 //   symmetric (int8)   w = scale * code, code -127..127 (-128 is legal)

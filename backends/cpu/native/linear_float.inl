@@ -98,7 +98,7 @@ struct Fp8 {
     unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
       const F16 scale = load(reinterpret_cast<const float*>(in.tile + t * in.tile_bytes));
       unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
-        store_outputs(out, m, t, mul(add(sum[m][t][0], sum[m][t][1]), scale));
+        store_outputs(out, m, t, mul(mul(add(sum[m][t][0], sum[m][t][1]), set1(kFp8Unit)), scale));
       });
     });
   }

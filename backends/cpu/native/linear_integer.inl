@@ -95,7 +95,7 @@ struct Codes<3> {
   struct Raw { B64 low; const uint8_t* high; };
   EW_INLINE_LAMBDA static Raw load(const uint8_t* p) { return {loadu_bytes(p), p + 64}; }
   template <int Q>
-  EW_INLINE_LAMBDA static B64 quad(Raw raw) { return add_fours(bit_pairs<Q>(raw.low), raw.high + 8 * Q); }
+  EW_INLINE_LAMBDA static B64 quad(Raw raw) { return add_fours<Q>(bit_pairs<Q>(raw.low), raw.high); }
 };
 
 /// Where the weight's scales stand, and whether its codes have an offset.

@@ -264,37 +264,32 @@ template <int Q> EW_INLINE B64 bit_pairs(B64 a) {
   const __m256i mask = _mm256_set1_epi8(3);
   return {_mm256_and_si256(_mm256_srli_epi16(a.lo, 2 * Q), mask), _mm256_and_si256(_mm256_srli_epi16(a.hi, 2 * Q), mask)};
 }
-/// 4 in each of 32 bytes whose bit of the 32 at p is set.
-EW_INLINE __m256i fours(const uint8_t* p) {
-  int32_t set;
-  __builtin_memcpy(&set, p, 4);
-  const __m256i byte_of = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-  const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
-  const __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(set), byte_of), bit);
-  return _mm256_and_si256(_mm256_cmpeq_epi8(spread, bit), _mm256_set1_epi8(4));
-}
-EW_INLINE B64 add_fours(B64 a, const uint8_t* p) {
-  return {_mm256_or_si256(a.lo, fours(p)), _mm256_or_si256(a.hi, fours(p + 4))};
+template <int Q> EW_INLINE B64 add_fours(B64 a, const uint8_t* p) {
+  const __m256i plane = _mm256_loadu_si256(wide(p)), four = _mm256_set1_epi8(4);
+  const __m256i lo = Q < 3 ? _mm256_srli_epi16(plane, 2 * Q) : _mm256_slli_epi16(plane, 2);
+  const __m256i hi = Q < 3 ? _mm256_srli_epi16(plane, 2 * Q + 1) : _mm256_slli_epi16(plane, 1);
+  return {_mm256_or_si256(a.lo, _mm256_and_si256(lo, four)), _mm256_or_si256(a.hi, _mm256_and_si256(hi, four))};
 }
 struct Fp8Pairs { B64 first, second; };
-/// High and low bytes of the bf16 by themselves: by shifts for normal codes (the exponent's bias grows by 120), from a table
-/// of 8 for the subnormal ones; then interleaved. `first` and `second` of 32 codes.
+/// High and low bytes of the bf16 by themselves, then interleaved: by shifts for normal codes, whose exponent's bias grows by
+/// 112, and from tables for the subnormal codes 0..7 and for NaN. Halves of `first` and `second` from 32 codes.
 EW_INLINE void fp8_half(__m256i a, __m256i& first, __m256i& second) {
+  const auto table = [](uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) EW_INLINE_LAMBDA {
+    return _mm256_broadcastsi128_si256(_mm_setr_epi32(static_cast<int>(w0), static_cast<int>(w1), static_cast<int>(w2),
+                                                      static_cast<int>(w3)));
+  };
   const __m256i magnitude = _mm256_and_si256(a, _mm256_set1_epi8(0x7f));
-  const __m256i subnormal = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), magnitude);
-  const __m256i nan = _mm256_cmpeq_epi8(magnitude, _mm256_set1_epi8(0x7f));
-  const __m256i low_table =
-      _mm256_broadcastsi128_si256(_mm_setr_epi32(static_cast<int>(0xc0800000u), 0x60402000, 0, 0));
-  const __m256i high_table = _mm256_broadcastsi128_si256(_mm_setr_epi32(0x3b3b3b00, 0x3c3c3c3c, 0, 0));
-  __m256i low = _mm256_and_si256(_mm256_slli_epi16(a, 4), _mm256_set1_epi8(static_cast<char>(0xf0)));
-  __m256i high = _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(7));
-  high = _mm256_add_epi8(high, _mm256_set1_epi8(60));
-  low = _mm256_blendv_epi8(low, _mm256_shuffle_epi8(low_table, magnitude), subnormal);
-  high = _mm256_blendv_epi8(high, _mm256_shuffle_epi8(high_table, magnitude), subnormal);
-  high = _mm256_or_si256(high, _mm256_and_si256(nan, _mm256_set1_epi8(0x7f)));
-  high = _mm256_or_si256(high, _mm256_andnot_si256(_mm256_set1_epi8(0x7f), a));
-  first = _mm256_unpacklo_epi8(low, high);
-  second = _mm256_unpackhi_epi8(low, high);
+  // As signed bytes: code + 1 is at most 8, or -128 for NaN.
+  const __m256i normal = _mm256_cmpgt_epi8(_mm256_add_epi8(magnitude, _mm256_set1_epi8(1)), _mm256_set1_epi8(8));
+  const __m256i low = _mm256_shuffle_epi8(table(0x30201000, 0x70605040, 0xb0a09080, 0xf0e0d0c0), magnitude);
+  const __m256i high = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(7)), _mm256_set1_epi8(0x38));
+  const __m256i low_special = _mm256_shuffle_epi8(table(0xc0800000, 0x60402000, 0, 0xf0000000), magnitude);
+  const __m256i high_special = _mm256_shuffle_epi8(table(0x37373700, 0x38383838, 0, 0x7f000000), magnitude);
+  const __m256i low_bytes = _mm256_blendv_epi8(low_special, low, normal);
+  __m256i high_bytes = _mm256_blendv_epi8(high_special, high, normal);
+  high_bytes = _mm256_or_si256(high_bytes, _mm256_andnot_si256(_mm256_set1_epi8(0x7f), a));
+  first = _mm256_unpacklo_epi8(low_bytes, high_bytes);
+  second = _mm256_unpackhi_epi8(low_bytes, high_bytes);
 }
 EW_INLINE Fp8Pairs fp8_pairs(B64 a) {
   Fp8Pairs pairs;

@@ -289,11 +289,10 @@ EW_INLINE void keep_in_register(F16&) {}
 EW_INLINE B64 low_nibbles(B64 a) { return EW_QUARTERS(B64, a.q[i] & 0x0f0f0f0fu); }
 EW_INLINE B64 high_nibbles(B64 a) { return EW_QUARTERS(B64, (a.q[i] >> 4) & 0x0f0f0f0fu); }
 template <int Q> EW_INLINE B64 bit_pairs(B64 a) { return EW_QUARTERS(B64, (a.q[i] >> (2 * Q)) & 0x03030303u); }
-/// Bits 0..3 of `set` as the 4s of four bytes.
-EW_INLINE uint32_t four_fours(uint32_t set) { return ((set & 15u) * 0x00204081u & 0x01010101u) << 2; }
-EW_INLINE B64 add_fours(B64 a, const uint8_t* p) {
-  return EW_QUARTERS(B64, (a.q[i] | Words4{four_fours(p[2 * i]), four_fours(p[2 * i] >> 4u), four_fours(p[2 * i + 1]),
-                                           four_fours(p[2 * i + 1] >> 4u)}));
+template <int Q> EW_INLINE B64 add_fours(B64 a, const uint8_t* p) {
+  Words4 plane[2];
+  __builtin_memcpy(plane, p, sizeof plane);
+  return EW_QUARTERS(B64, a.q[i] | ((Q < 3 ? plane[i % 2] >> (2 * Q + i / 2) : plane[i % 2] << (2 - i / 2)) & 0x04040404u));
 }
 struct Fp8Pairs { B64 first, second; };
 EW_INLINE uint32_t fp8_pair(uint32_t codes) {
