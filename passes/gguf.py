@@ -39,10 +39,10 @@ from gguf.quants import Q4_K
 from gguf.quants import dequantize as gguf_dequantize
 
 from enginewright.passes.kept import Held, Parts
-from enginewright.passes.quant_formats import FORMATS
 from enginewright.passes.weight_names import check_bound, tie
 from enginewright.passes.weights import Weight, concatenated, transposed
 from enginewright.recipes.errors import EnginewrightError, InputError
+from enginewright.recipes.formats import parse_weight
 
 __all__ = ["Entry", "GgufFile", "GgufSource", "GgufTensor"]
 
@@ -223,7 +223,7 @@ class GgufTensor(Weight):
     def part_shapes(self) -> tuple[tuple[int, ...], ...] | None:
         if self.entry.kind.name not in _UNPACK:
             return None
-        form = FORMATS[self.held.format]
+        form = parse_weight(self.held.format)
         table = (*self.shape[:-1], form.groups(self.shape[-1]))
         return (self.shape, table) if form.symmetric else (self.shape, table, table)
 

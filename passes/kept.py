@@ -15,8 +15,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from enginewright.passes.quant_formats import FORMATS, QuantisedWeight, QuantTensor
+from enginewright.passes.quant_formats import QuantisedWeight, QuantTensor
 from enginewright.passes.weights import Concatenated, Permuted, Reshaped, Sliced, Stacked, Weight
+from enginewright.recipes.formats import parse_weight
 
 __all__ = ["Held", "HoldsIntegers", "KeptWeight", "Parts", "held", "movable", "widest"]
 
@@ -58,7 +59,7 @@ def held(weight: Weight) -> Held | None:
     if len(kinds) != len(leaves):
         return None
     kind = widest(kinds)
-    has_codes = kind.format in FORMATS and FORMATS[kind.format].bits < 16
+    has_codes = parse_weight(kind.format).has_scales
     return replace(kind, kept=kind.kept and (not has_codes or movable(weight, kind.format)))
 
 
@@ -76,7 +77,7 @@ def movable(weight: Weight, weight_format: str) -> bool:
         codes, scales, _ = _move(weight, _meta_leaf)
     except _LosesIntegersError:
         return False
-    groups = FORMATS[weight_format].groups(weight.shape[-1])
+    groups = parse_weight(weight_format).groups(weight.shape[-1])
     return tuple(codes.shape) == weight.shape and (
         scales is None or scales.shape == (*weight.shape[:-1], groups)
     )

@@ -19,6 +19,7 @@ from enginewright.passes import dialect
 from enginewright.passes.dialect.activation import ACTIVATIONS
 from enginewright.passes.program import Program, Stage
 from enginewright.recipes.errors import LoweringError
+from enginewright.recipes.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS
 
 __all__ = ["ATTRIBUTES", "INPUTS", "PER_TOKEN", "SPAN", "check"]
 
@@ -70,8 +71,6 @@ SPAN: dict[str, tuple[Stage, Stage]] = {
     "select_rows": (Stage.FINAL, _LAST),
 }
 
-_WEIGHT_FORMATS = ("bf16", "int8", "int8_g32", "int4_g32", "int4_g64", "int4_g128")
-_ACTIVATION_FORMATS = ("f32", "bf16", "int8_g32", "int8_g64", "int8_g128")
 _NOT_NEGATIVE: Callable[[Any], bool] = lambda value: value >= 0  # noqa: E731
 _POSITIVE: Callable[[Any], bool] = lambda value: value > 0  # noqa: E731
 
@@ -83,11 +82,15 @@ ATTRIBUTES: dict[str, dict[str, Sequence[Any] | Callable[[Any], bool]]] = {
     "quantised_moe": {
         "activation": (*ACTIVATIONS, "swiglu_oai"),
         "limit": _NOT_NEGATIVE,
-        "weight_format": _WEIGHT_FORMATS,
-        "activation_format": _ACTIVATION_FORMATS,
+        "weight_format": WEIGHT_FORMATS,
+        "activation_format": ACTIVATION_FORMATS,
     },
-    "quantised_linear": {"weight_format": _WEIGHT_FORMATS, "activation_format": _ACTIVATION_FORMATS},
-    "quantised_embedding": {"weight_format": _WEIGHT_FORMATS, "offset": _NOT_NEGATIVE},
+    "quantised_linear": {
+        "weight_format": WEIGHT_FORMATS,
+        "activation_format": ACTIVATION_FORMATS,
+        "activation_scale": _NOT_NEGATIVE,
+    },
+    "quantised_embedding": {"weight_format": WEIGHT_FORMATS, "offset": _NOT_NEGATIVE},
     "embedding": {"offset": _NOT_NEGATIVE},
     "rms_norm": {"eps": _NOT_NEGATIVE, "weight_offset": (0.0, 1.0)},
     "add_rms_norm": {"eps": _NOT_NEGATIVE, "weight_offset": (0.0, 1.0)},

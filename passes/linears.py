@@ -1,7 +1,7 @@
 """What passes need to know about linears, dense or quantised: their parts, and how to rewrite their output rows.
 
 The matrix parts of a linear are the weights whose first axis is the output: the matrix itself, or codes, scales and
-offsets, and the bias.
+offsets, and the bias (and the columns of outliers that are kept apart).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from enginewright.passes.weights import ConstantTensor, Weight, concatenated
 __all__ = ["formats_of", "input_of", "is_linear", "join_rows", "parts_of", "rewrite_rows", "width_of"]
 
 _DENSE = ("weight", "bias")
-_QUANTISED = ("codes", "scales", "offsets", "bias")
+_SHARED = ("weight_format", "activation_format", "outlier_columns", "activation_scale")
+_QUANTISED = ("codes", "scales", "offsets", "bias", "outlier_weight")
 
 
 def is_linear(node: Any) -> bool:
@@ -45,7 +46,7 @@ def parts_of(linear: fx.Node) -> dict[str, fx.Node | None]:
 def formats_of(linear: fx.Node) -> tuple[Any, ...]:
     """What must agree for two linears to become one: op, formats, and which parts but the bias there are."""
     dense = is_call(linear, OPS["linear"])
-    formats = () if dense else (argument(linear, "weight_format"), argument(linear, "activation_format"))
+    formats = () if dense else tuple(argument(linear, name) for name in _SHARED)
     present = tuple(name for name, part in parts_of(linear).items() if part is not None and name != "bias")
     dtypes = tuple(
         p.meta["val"].dtype for name, p in parts_of(linear).items() if p is not None and name != "bias"
@@ -100,10 +101,11 @@ def _no_bias(width: int) -> Weight:
 def _call(
     program: Program, like: fx.Node, parts: dict[str, fx.Node | None], before: fx.Node, module: str
 ) -> fx.Node:
-    args = [input_of(like), *parts.values()]
-    if not is_call(like, OPS["linear"]):
-        args += [argument(like, "weight_format"), argument(like, "activation_format")]
     assert callable(like.target)
+    named = {"x": input_of(like), **parts}
+    if not is_call(like, OPS["linear"]):
+        named |= {name: argument(like, name) for name in _SHARED}
+    args = [named[item.name] for item in like.target._schema.arguments]  # type: ignore[attr-defined]
     return program.call(like.target, args, before=before, module=module)
 
 

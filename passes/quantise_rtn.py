@@ -30,7 +30,8 @@ from enginewright.passes.matching import argument
 from enginewright.passes.program import Program
 from enginewright.passes.quant_formats import QuantisedWeight
 from enginewright.recipes.errors import InputError
-from enginewright.recipes.recipe import ACTIVATION_OF, Recipe
+from enginewright.recipes.formats import default_activation
+from enginewright.recipes.recipe import Recipe
 
 __all__ = ["Quantise", "roles"]
 
@@ -223,7 +224,13 @@ def _replace(program: Program, node: fx.Node, op: str, args: list[Any], **option
 
 def _linear(program: Program, node: fx.Node, weight_format: str, stored: _Stored, kept: bool) -> None:
     parts = stored.parts(argument(node, "weight"), weight_format, kept)
-    args = [argument(node, "x"), *parts, argument(node, "bias"), weight_format, ACTIVATION_OF[weight_format]]
+    args = [
+        argument(node, "x"),
+        *parts,
+        argument(node, "bias"),
+        weight_format,
+        default_activation(weight_format),
+    ]
     _replace(program, node, "quantised_linear", args)
 
 
@@ -246,7 +253,7 @@ def _moe(program: Program, node: fx.Node, weight_format: str, stored: _Stored, k
         argument(node, "down_bias"),
         argument(node, "activation"),
         weight_format,
-        ACTIVATION_OF[weight_format],
+        default_activation(weight_format),
         argument(node, "alpha"),
         argument(node, "limit"),
     ]

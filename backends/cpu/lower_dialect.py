@@ -20,7 +20,7 @@ from enginewright.backends.cpu.pack import TILE_ROWS, Array
 from enginewright.backends.cpu.views import View, sliced
 from enginewright.backends.cpu.weights_file import Matrix
 from enginewright.passes.weights import Weight
-from enginewright.recipes.recipe import ACTIVATION_OF
+from enginewright.recipes.formats import default_activation
 
 __all__: list[str] = []
 
@@ -89,9 +89,9 @@ def _matrix(low: Lowering, a: dict[str, Any], prefix: str = "") -> Matrix:
     codes, scales, offsets = (None if part is None else low.weight(part, "weight") for part in parts)
     assert codes is not None
     format, activation = a["weight_format"], a.get("activation_format")
-    if activation is not None and activation != ACTIVATION_OF[format]:
+    if activation is not None and activation != default_activation(format):
         raise low.fail(
-            f"{format} weights with {activation} activations", f"{ACTIVATION_OF[format]} activations"
+            f"{format} weights with {activation} activations", f"{default_activation(format)} activations"
         )
     return Matrix(format, codes, scales, offsets)
 

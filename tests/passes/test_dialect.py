@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from enginewright.passes import dialect
 from enginewright.passes.dialect import OPS
-from enginewright.passes.dialect.numerics import dequantise, group_size, simulate_activation
+from enginewright.passes.dialect.numerics import dequantise, simulate_activation
 
 ew = torch.ops.ew
 T, H, D = 5, 4, 6
@@ -125,7 +125,6 @@ def test_experts_add_up():
 
 
 def test_short_last_groups():
-    assert (group_size("int4_g64"), group_size("int8")) == (64, None)
     weight = dequantise(CODES, SCALES, -SCALES, "int4_g32")
     torch.testing.assert_close(weight[:, :32], SCALES[:, :1] * (CODES[:, :32].float() - 1))
     torch.testing.assert_close(weight[:, 32:], SCALES[:, 1:] * (CODES[:, 32:].float() - 1))
@@ -134,5 +133,26 @@ def test_short_last_groups():
     assert rounded.shape == x.shape
     assert (rounded[:, 32:] - x[:, 32:]).abs().max() <= x[:, 32:].abs().max() / 254 + 1e-7
     assert torch.equal(simulate_activation(torch.zeros(2, 40), "int8_g32"), torch.zeros(2, 40))
-    with pytest.raises(ValueError, match="unknown activation format 'int7_g8'"):
-        simulate_activation(x, "int7_g8")
+    with pytest.raises(ValueError, match="unknown activation format 'q8'"):
+        simulate_activation(x, "q8")
+
+
+def test_activations_of_a_token_and_of_all_tokens():
+    x = noise(3, 40)
+    scales = x.abs().amax(-1, keepdim=True) / 127
+    torch.testing.assert_close(simulate_activation(x, "int8"), torch.round(x / scales) * scales)
+    fixed = simulate_activation(x, "int8_static", 0.01)
+    torch.testing.assert_close(fixed, torch.round(x / 0.01).clamp(-127, 127) * 0.01)
+    assert fixed.abs().max() <= 1.27 + 1e-6
+
+
+def test_outlier_columns_are_multiplied_apart():
+    x, codes, scales = noise(4, 40), CODES.to(torch.int8), SCALES[:, :1].contiguous()
+    columns = torch.tensor([3, 39], dtype=torch.int32)
+    x[:, 3] *= 100
+    kept = noise(CODES.shape[0], 2).bfloat16()
+    codes = codes.index_fill(1, columns.long(), 0)
+    got = ew.quantised_linear(x, codes, scales, None, None, "int8", "int8", columns, kept)
+    rest = simulate_activation(x.index_fill(1, columns.long(), 0), "int8")
+    want = rest @ (codes.float() * scales).T + x[:, [3, 39]].bfloat16().float() @ kept.float().T
+    torch.testing.assert_close(got, want)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from enginewright.recipes.errors import InputError
-from enginewright.recipes.recipe import ACTIVATION_OF, list_recipes, load_recipe
+from enginewright.recipes.formats import WEIGHT_FORMATS, activations_for, default_activation
+from enginewright.recipes.recipe import list_recipes, load_recipe
 
 
 @pytest.mark.parametrize(
@@ -83,10 +84,25 @@ def test_overrides_take_lists_numbers_null_and_indices():
         ),
         (["lienar={weight: int8}"], ["'lienar'", "did you mean 'linear'"]),
         (
-            ["linear.weight=int4"],
-            ["'linear.weight'", "'int4'", "int4_g32, int4_g64, int4_g128", "did you mean int4_g32"],
+            ["linear.weight=int5_g64"],
+            ["'linear.weight'", "'int5_g64'", "_g16, _g32, _g64", "int4_g64"],
         ),
-        (["linear.weight=int4_g-1"], ["'linear.weight'", "int4_g-1", "int4_g64"]),
+        (["linear.weight=int4_g1024"], ["'linear.weight'", "int4_g1024", "_g256"]),
+        (["linear.weight=int8_zp"], ["'linear.weight'", "int8_zp", "uint8"]),
+        (["calibration.samples=0"], ["'calibration.samples'", "above 0"]),
+        (
+            ["mixed.budget=4.5 bits", "mixed.max_kl=0.02"],
+            ["'mixed.budget' and 'mixed.max_kl'", "one of them"],
+        ),
+        (["smooth.alpha=0.5"], ["'smooth.method' and 'smooth.alpha'", "smoothquant only"]),
+        (["quantise.damping=0.1"], ["'quantise.method' and 'quantise.damping'", "gptq only"]),
+        (["outliers.threshold=6"], ["'outliers.threshold' and 'linear.weight'", "weight int8"]),
+        (["kv_cache.max_error=0.1"], ["'kv_cache.format' and 'kv_cache.max_error'", "format int8"]),
+        (
+            ["linear.weight=bf16", "smooth.method=awq"],
+            ["'linear.weight' and 'smooth.method'", "an integer weight"],
+        ),
+        (["head.activation=int8_static"], ["'head.activation'", "static"]),
         (["linear.weight=4"], ["'linear.weight'", "found: 4"]),
         (["linear.weight=true"], ["'linear.weight'", "found: True"]),
         (["linear.weight="], ["'linear.weight'", "found: null"]),
@@ -162,6 +178,11 @@ def test_patterns_decide_and_the_last_match_wins():
     }
 
 
+def test_other_tools_spellings_are_understood():
+    assert load_recipe("int4", ["linear.weight=int4_g-1"]).linear.weight == "int4"
+    assert load_recipe("int4", ["mixed.budget=4.5 bits"]).mixed.budget == 4.5
+
+
 @pytest.mark.parametrize(
     "pattern", ["model.layers.*.mlp.dwon_proj", "*.down_prj", "model.layers.0.mlp.down_proj.weight"]
 )
@@ -178,9 +199,11 @@ def test_a_pattern_that_matches_nothing_names_near_modules(pattern):
     assert "overrides.0.match" in str(raised.value)
 
 
-def test_each_weight_format_knows_its_activation():
-    for weight, activation in ACTIVATION_OF.items():
-        recipe = load_recipe(
-            "fp32", [f"linear.weight={weight}", f"linear.activation={activation.split('_')[0]}"]
-        )
-        assert recipe.resolved()["linear"]["activation"] == activation
+@pytest.mark.parametrize("weight", WEIGHT_FORMATS)
+def test_each_weight_format_knows_its_activation(weight):
+    recipe = load_recipe("fp32", [f"linear.weight={weight}"])
+    assert recipe.resolved()["linear"]["activation"] == default_activation(weight)
+    for activation in activations_for(weight):
+        chosen = load_recipe("fp32", [f"linear.weight={weight}", f"linear.activation={activation}"])
+        assert chosen.resolved()["linear"]["activation"] == activation
+        assert chosen.assign({"a": "linear"})["a"].activation == activation

@@ -23,7 +23,8 @@ from enginewright.passes.quant_formats import QuantisedWeight
 from enginewright.passes.select_rows import SelectRows
 from enginewright.passes.weights import ConstantTensor
 from enginewright.recipes.errors import LoweringError
-from enginewright.recipes.recipe import ACTIVATION_OF, load_recipe
+from enginewright.recipes.formats import default_activation
+from enginewright.recipes.recipe import load_recipe
 from tests.backends.cpu.interpreter import Interpreter
 from tests.passes.graphs import TOKENS, Build
 
@@ -402,7 +403,7 @@ def tied(b: Build, **formats: str | None) -> Program:
     if formats["head"] is None:
         return b.finish(b.call("linear", x, *head))
     return b.finish(
-        b.call("quantised_linear", x, *head, None, formats["head"], ACTIVATION_OF[formats["head"]])
+        b.call("quantised_linear", x, *head, None, formats["head"], default_activation(formats["head"]))
     )
 
 
@@ -431,7 +432,7 @@ def test_every_weight_format(form: str, tmp_path: Path) -> None:
         p if p is None else b.program.add_weight(p.name, p)
         for p in (parts.codes, parts.scales, parts.offsets)
     ]
-    linear = b.call("quantised_linear", x, *nodes, b.weight("bias", 40), form, ACTIVATION_OF[form])
+    linear = b.call("quantised_linear", x, *nodes, b.weight("bias", 40), form, default_activation(form))
     agree(finished(b.finish(b.call("gated_activation", linear, "silu"))), tmp_path, 3e-2)
 
 
