@@ -10,7 +10,8 @@ import numpy as np
 
 from enginewright.backends.base import StepInput
 from enginewright.backends.cpu.executor import CpuExecutor
-from tests.backends.cpu.packed_weights import pack_float, pack_int4, random_weight
+from enginewright.recipes.formats import parse_weight
+from tests.backends.cpu.packed_weights import pack_codes, pack_float, random_weight
 
 Operand = dict[str, Any]
 
@@ -89,11 +90,13 @@ class SmallProgram:
         scale = 1 / np.sqrt(k)
         if format in ("f32", "bf16"):
             return pack_float(format, self.rng.normal(size=(n, k)) * scale).data
-        if format.startswith("int4"):
-            groups = -(-k // int(format[6:]))
-            codes = self.rng.integers(0, 16, (n, k)).astype(np.uint8)
-            scales = np.full((n, groups), scale / 4)
-            return pack_int4(format, codes, scales, -7.5 * scales).data
+        form = parse_weight(format)
+        if form.has_offsets:
+            codes = self.rng.integers(0, 2**form.bits, (n, k)).astype(np.uint8)
+            scales = np.full((n, form.groups(k)), scale * 4 / 2**form.bits)
+            middle = (2**form.bits - 1) / 2
+            seconds = np.full_like(scales, middle) if form.kind == "zero" else -middle * scales
+            return pack_codes(format, codes, scales, seconds).data
         packed = random_weight(self.rng, format, n, k)
         return packed.data
 
