@@ -157,7 +157,9 @@ def _narrow(codes: Array, bits: int) -> Array:
 def _third_bits(codes: Array) -> Array:
     """Bits 2 of codes [rows, Kp], to bytes [tiles, Kp / 16, 32]."""
     high = (codes >> np.uint8(2)).reshape(-1, TILE_ROWS, codes.shape[1] // 16, 4, 4)
-    bits = high.transpose(0, 2, 3, 1, 4).reshape(len(high), -1, 4, 2, 32)  # [tiles, block, q, i // 32, i % 32]
+    bits = high.transpose(0, 2, 3, 1, 4).reshape(
+        len(high), -1, 4, 2, 32
+    )  # [tiles, block, q, i // 32, i % 32]
     plane = np.zeros((len(high), bits.shape[1], 32), np.uint8)
     for q in range(4):
         for half in range(2):

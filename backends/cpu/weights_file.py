@@ -160,7 +160,9 @@ class WeightsFile:
                         packed = interleave_tiles(packed, up)
                     yield packed
 
-        return self._add_rounded(("linear", gated, matrix.stored), matrix.rounding, entry, size, matrix, chunks)
+        return self._add_rounded(
+            ("linear", gated, matrix.stored), matrix.rounding, entry, size, matrix, chunks
+        )
 
     def _add_rounded(
         self,

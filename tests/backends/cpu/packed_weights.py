@@ -123,9 +123,7 @@ def pack_codes(
     body = _body(format, _padded(stored.astype(np.uint8), round_up(k, step), fill))
     dtype = np.float32 if format in ("int8", "fp8") else np.float16
     tables = [scales.astype(dtype)] + ([] if seconds is None else [seconds.astype(dtype)])
-    header = np.concatenate(
-        [_interleaved(_padded(table, table.shape[1]), 1) for table in tables], axis=1
-    )
+    header = np.concatenate([_interleaved(_padded(table, table.shape[1]), 1) for table in tables], axis=1)
     parts = [_to_64(header), body]
 
     def spread(table: np.ndarray) -> np.ndarray:

@@ -201,7 +201,10 @@ def model(
             "linear",
             [normed],
             [qkv],
-            [p.linear(format, qkv["width"], hidden, **rounding), p.vector(p.rng.normal(size=qkv["width"]) * 0.1)],
+            [
+                p.linear(format, qkv["width"], hidden, **rounding),
+                p.vector(p.rng.normal(size=qkv["width"]) * 0.1),
+            ],
         )
         q, k, v = {**qkv, "width": 64}, {**qkv, "column": 64, "width": 32}, {**qkv, "column": 96, "width": 16}
         p.emit("rms_norm", [q], [q], [-1], eps=1e-5, dim=key_dim)
@@ -243,7 +246,9 @@ def model(
                 [p.gated(format, features, hidden, **rounding), bias],
                 activation="silu",
             )
-            p.emit("linear", [hidden_value], [contribution], [p.linear(format, hidden, features, **rounding), -1])
+            p.emit(
+                "linear", [hidden_value], [contribution], [p.linear(format, hidden, features, **rounding), -1]
+            )
         x = p.value(hidden)
         p.emit("elementwise", [added, contribution], [x], kind="add", shape=[hidden], strides=[[1]] * 3)
     chosen, final, logits = (p.value(width, rows="logits") for width in (hidden, hidden, vocab))

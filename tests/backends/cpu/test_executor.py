@@ -61,7 +61,10 @@ def test_the_model_agrees_with_numpy(tmp_path: Path, isa: str, experts: int, thr
 @pytest.mark.parametrize(
     ("format", "rounding"),
     [
-        *((format, {}) for format in ("bf16", "fp8", "int8", "int8_g16", "uint8_g64", "int4_g32", "int4_g64_zp")),
+        *(
+            (format, {})
+            for format in ("bf16", "fp8", "int8", "int8_g16", "uint8_g64", "int4_g32", "int4_g64_zp")
+        ),
         *((format, {}) for format in ("int3_g16", "int3_zp", "int2_g256", "int4_g256")),
         *((format, {"activation": "int8"}) for format in ("int8", "int4_g32_zp", "uint8")),
         *((format, {"activation": "int8_static"}) for format in ("int8", "int2_g32")),
@@ -70,7 +73,9 @@ def test_the_model_agrees_with_numpy(tmp_path: Path, isa: str, experts: int, thr
     ],
 )
 def test_rounded_formats_stay_near(tmp_path: Path, isa: str, format: str, rounding: dict[str, Any]) -> None:
-    executor = model(format, experts=0 if rounding else 3, **rounding).load(tmp_path, PAGES, threads=2, isa=isa)
+    executor = model(format, experts=0 if rounding else 3, **rounding).load(
+        tmp_path, PAGES, threads=2, isa=isa
+    )
     want = Interpreter(tmp_path).run(TEXT[:70])
     got = alone(executor, TEXT[:70], [70])
     # A token whose routing differs by rounding may differ wholly, and so may a code at a tie: most must not.
@@ -462,7 +467,9 @@ def test_damage_anywhere_is_refused_or_harmless(
 )
 def test_damaged_formats_are_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     program = model("int8", outliers=3, activation="int8_static")
-    entry = next(w for w in program.document["weights"] if "columns" in w and w["k"] == 48 and "gated" not in w)
+    entry = next(
+        w for w in program.document["weights"] if "columns" in w and w["k"] == 48 and "gated" not in w
+    )
     entry.update(change)
     with pytest.raises(ArtifactError, match=re.escape(message)):
         program.load(tmp_path)

@@ -1,5 +1,7 @@
 """Linear, activation quantisation and embedding kernels, every format on every ISA variant."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -58,7 +60,9 @@ def activations(rng: np.random.Generator, rows: int, k: int) -> np.ndarray:
     return x
 
 
-def run_linear(isa, packed, x, bias=None, splits=((None, None),), tiles=((None, None),), n=None) -> np.ndarray:
+def run_linear(
+    isa, packed, x, bias=None, splits=((None, None),), tiles=((None, None),), n=None
+) -> np.ndarray:
     """The first n columns of y, computed in pieces; whatever lies outside them must stay NaN."""
     prepared = kernels.prepare(isa, packed, x)
     y = np.full((len(x), n + 9), np.nan, np.float32)
@@ -90,7 +94,7 @@ def quantised_parts(weight: PackedWeight, packed, rows: np.ndarray) -> tuple[np.
     k_padded = packed.k_padded
     size = k_padded // packed.group * 4
     ends = np.cumsum([0, k_padded, size, size, 2 * len(weight.columns)])
-    parts = [rows[:, a:b].copy() for a, b in zip(ends, ends[1:], strict=False)]
+    parts = [rows[:, a:b].copy() for a, b in itertools.pairwise(ends)]
     types = (np.int8, np.float32, np.uint32, np.uint16)
     return tuple(part.view(dtype) for part, dtype in zip(parts, types, strict=True))
 
@@ -136,7 +140,9 @@ def test_columns_kept_apart(activation, outliers, rng):
 
 
 @each_isa
-@pytest.mark.parametrize(("format", "activation", "outliers"), [*((*p, 0) for p in KERNEL_PAIRS), ("int8", "int8", 5)])
+@pytest.mark.parametrize(
+    ("format", "activation", "outliers"), [*((*p, 0) for p in KERNEL_PAIRS), ("int8", "int8", 5)]
+)
 def test_rows_and_tiles_are_bitwise_independent(isa, format, activation, outliers, rng):
     """A row's bits are the same alone, in any batch, and for any split of the tiles."""
     weight = random_weight(rng, format, 16 * 5 + 3, 320, outliers)
@@ -254,7 +260,9 @@ def test_long_rows_of_one_scale_do_not_wrap(isa):
 
 
 @each_isa
-@pytest.mark.parametrize(("format", "activation", "outliers"), [*((*p, 0) for p in KERNEL_PAIRS), ("int8", "int8", 5)])
+@pytest.mark.parametrize(
+    ("format", "activation", "outliers"), [*((*p, 0) for p in KERNEL_PAIRS), ("int8", "int8", 5)]
+)
 def test_nan_stays_in_its_row(isa, format, activation, outliers, rng):
     weight = random_weight(rng, format, 20, 70, outliers)
     packed = native(weight, activation)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from enginewright.backends.cpu.pack import Array, Layout, Rows, interleave_tiles, pack_tiles, to_bf16, unpack_tiles
+from enginewright.backends.cpu.pack import (
+    Array,
+    Layout,
+    Rows,
+    interleave_tiles,
+    pack_tiles,
+    to_bf16,
+    unpack_tiles,
+)
 from enginewright.recipes.formats import WEIGHT_FORMATS, parse_weight
 
 from .packed_weights import from_bf16_bits, pack_codes, pack_float
@@ -39,7 +47,9 @@ def same(left: Array | None, right: Array | None) -> bool:
     return left.dtype == right.dtype and np.array_equal(left, right)
 
 
-@pytest.mark.parametrize(("format", "outliers"), [*((name, 0) for name in WEIGHT_FORMATS), ("int8", 1), ("int8", 6)])
+@pytest.mark.parametrize(
+    ("format", "outliers"), [*((name, 0) for name in WEIGHT_FORMATS), ("int8", 1), ("int8", 6)]
+)
 def test_unpacking_gives_back_what_was_packed(format: str, outliers: int) -> None:
     for n, k in SHAPES:
         rows, layout = random_rows(format, n, k, outliers), Layout(format, n, k, outliers)
@@ -106,7 +116,11 @@ def test_gate_and_up_tiles_alternate() -> None:
         ("fp8", Rows(np.zeros((16, 32), np.uint8)), "needs scales"),
         ("int2_zp", Rows(np.full((16, 32), 4, np.uint8), np.ones((16, 1)), np.ones((16, 1))), "0 to 3"),
         ("int3", Rows(np.full((16, 32), 8, np.uint8), np.ones((16, 1)), np.ones((16, 1))), "0 to 7"),
-        ("int8_g32", Rows(np.zeros((16, 32), np.int8), np.ones((16, 1)), None, np.zeros((16, 1), np.uint16)), "apart"),
+        (
+            "int8_g32",
+            Rows(np.zeros((16, 32), np.int8), np.ones((16, 1)), None, np.zeros((16, 1), np.uint16)),
+            "apart",
+        ),
         ("int8", Rows(np.zeros((16, 32), np.int8), np.ones((16, 1)), None, np.zeros((16, 1))), "apart"),
     ],
 )
