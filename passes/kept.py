@@ -19,9 +19,9 @@ from enginewright.passes.quant_formats import QuantisedWeight, QuantTensor
 from enginewright.passes.weights import Concatenated, Permuted, Reshaped, Sliced, Stacked, Weight
 from enginewright.recipes.formats import parse_weight
 
-__all__ = ["Held", "HoldsIntegers", "KeptWeight", "Parts", "held", "movable", "widest"]
+__all__ = ["Held", "HoldsIntegers", "KeptWeight", "Parts", "held", "input_order", "movable", "widest"]
 
-_NARROW_TO_WIDE = ("int4_g128", "int4_g64", "int4_g32", "int8", "int8_g32", "bf16", "f32")
+_WIDTH_AT = 4096  # inputs of the row whose bits say which of two formats is wider
 
 Parts = tuple[Tensor, "Tensor | None", "Tensor | None"]
 """codes, scales, offsets, each with the axis of the inputs where the stored matrix has it."""
@@ -32,19 +32,27 @@ class Held:
     """What a checkpoint's tensor is stored as (`found`) and the format nearest to it.
 
     `kept`: the stored codes serve as they are. `exact`: so do the scales (else they are rounded to float16).
+    `activation`: how the checkpoint rounds the inputs of products with it (None: it does not say), with the scale of
+    `int8_static`.
     """
 
     found: str
     format: str
     kept: bool
     exact: bool = True
+    activation: str | None = None
+    activation_scale: float = 0.0
 
 
 @runtime_checkable
 class HoldsIntegers(Protocol):
-    """A leaf weight of a quantised checkpoint."""
+    """A leaf weight of a quantised checkpoint.
 
-    held: Held
+    A leaf may have `input_order` [K]: its parts then have the inputs in that order (GPTQ's groups by activation).
+    """
+
+    @property
+    def held(self) -> Held: ...
 
     def parts(self) -> Parts: ...
 
@@ -68,14 +76,34 @@ def widest(kinds: Sequence[Held]) -> Held:
     if len(set(kinds)) == 1:
         return kinds[0]
     found = " and ".join(sorted({kind.found for kind in kinds}))
-    return Held(found, max((kind.format for kind in kinds), key=_NARROW_TO_WIDE.index), False)
+    wide = max(
+        (kind.format for kind in kinds), key=lambda name: parse_weight(name).bits_per_weight(_WIDTH_AT)
+    )
+    return Held(found, wide, False)
+
+
+def input_order(weight: Weight) -> Tensor | None:
+    """The order [K] in which the parts of a weight have its inputs; None for the natural one.
+
+    Raises ValueError where its leaves disagree.
+    """
+    orders = [
+        getattr(leaf, "input_order", None) for leaf in weight.leaves() if isinstance(leaf, HoldsIntegers)
+    ]
+    first = orders[0] if orders else None
+    for order in orders[1:]:
+        same = order is first if order is None or first is None else torch.equal(order, first)
+        if not same:
+            raise ValueError(f"the matrices of {weight.name} have their inputs in different orders")
+    return first
 
 
 def movable(weight: Weight, weight_format: str) -> bool:
     """Whether the integers of the leaves can be brought into the weight's layout by moving rows."""
     try:
+        input_order(weight)
         codes, scales, _ = _move(weight, _meta_leaf)
-    except _LosesIntegersError:
+    except (_LosesIntegersError, ValueError):
         return False
     groups = parse_weight(weight_format).groups(weight.shape[-1])
     return tuple(codes.shape) == weight.shape and (

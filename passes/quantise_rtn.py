@@ -8,8 +8,10 @@
    in each, and a note says so.
 6. The linear that produces the logits is the head; a linear whose result chooses experts is a router; the
    recipe speaks of each apart.
-7. `keep` takes the integers that the checkpoint holds, where rows only moved. What no kernel reads (K-quants and their
-   kin) is rounded again to the nearest format, and a note says so.
+7. `keep` takes the integers that the checkpoint holds, where rows only moved, with the checkpoint's rounding of activations.
+   What no kernel reads (K-quants and their kin) is rounded again to the nearest format, and a note says so.
+8. Kept integers whose groups lie across the inputs (GPTQ's desc_act): x is reordered before the product, once for all
+   linears that read it in one order.
 
 All formats are chosen and checked before any weight is read; the rounding itself happens when a backend
 loads the parts. What is done to each row depends on that row alone.
@@ -19,18 +21,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from enginewright.passes import dialect
-from enginewright.passes.kept import KeptWeight, held, widest
+from enginewright.passes.kept import KeptWeight, held, input_order, widest
 from enginewright.passes.manager import PassResult
 from enginewright.passes.matching import argument
 from enginewright.passes.program import Program
 from enginewright.passes.quant_formats import QuantisedWeight
+from enginewright.passes.weights import ConstantTensor, Weight
 from enginewright.recipes.errors import InputError
-from enginewright.recipes.formats import default_activation
+from enginewright.recipes.formats import default_activation, parse_weight
 from enginewright.recipes.recipe import Recipe
 
 __all__ = ["Quantise", "roles"]
@@ -134,23 +139,35 @@ def _module_names(program: Program, nodes: Iterable[fx.Node]) -> dict[fx.Node, s
 
 def _resolve(program: Program, node: fx.Node, wanted: str, name: str, notes: list[str]) -> tuple[str, bool]:
     """The format a node gets, and whether its integers are carried unchanged."""
-    if wanted != "keep":
-        return wanted, False
     kinds = [held(program.weight_of(matrix)) for matrix in _matrices(node)]
     found = [kind for kind in kinds if kind is not None]
+    if wanted != "keep":
+        notes += [
+            f"{kind.found} rounded again to {wanted}"
+            for kind in found
+            if wanted != "f32" and parse_weight(kind.format).has_scales
+        ]
+        return wanted, False
     if len(found) != len(kinds):
         raise InputError(
             "the recipe keeps a checkpoint's integers, but this checkpoint holds none",
             found=f"{name} is stored as real numbers",
-            expected="a quantised .gguf file",
+            expected="a quantised .gguf file or Hugging Face folder",
             action="choose a recipe that quantises, such as int4 or int8",
         )
     kind = widest(found)
+    if _kind(node) != "linear" and any(_is_reordered(program.weight_of(m)) for m in _matrices(node)):
+        kind = replace(kind, kept=False)
     if not kind.kept:
         notes.append(f"{kind.found} rounded again to {kind.format}")
     elif not kind.exact:
         notes.append(f"{kind.found} carried as {kind.format}, its scales rounded to float16")
     return kind.format, kind.kept
+
+
+def _is_reordered(weight: Weight) -> bool:
+    """Whether the integers want their inputs in another order, which only a linear gives them."""
+    return any(getattr(leaf, "input_order", None) is not None for leaf in weight.leaves())
 
 
 def _count(found: Mapping[fx.Node, str], formats: Mapping[fx.Node, tuple[str, bool]]) -> list[str]:
@@ -170,7 +187,11 @@ def _count(found: Mapping[fx.Node, str], formats: Mapping[fx.Node, tuple[str, bo
 
 
 def _said(weight_format: str, kept: bool) -> str:
-    return f"{weight_format} (integers kept)" if kept and weight_format.startswith("int") else weight_format
+    return (
+        f"{weight_format} (integers kept)"
+        if kept and parse_weight(weight_format).has_scales
+        else weight_format
+    )
 
 
 def _two_copies(program: Program, formats: Mapping[fx.Node, tuple[str, bool]]) -> list[str]:
@@ -196,10 +217,22 @@ class _Stored:
     def __init__(self, program: Program, search: str) -> None:
         self.program, self.search = program, search
         self.known: dict[str, QuantisedWeight] = {}
+        self.reordered: list[tuple[fx.Node, Tensor, fx.Node]] = []
+
+    def reorder(self, x: fx.Node, order: Tensor, before: fx.Node) -> fx.Node:
+        """x with its features in another order; one node an order."""
+        for source, known, node in self.reordered:
+            if source is x and torch.equal(known, order):
+                return node
+        name = f"input_order_{len(self.reordered)}"
+        index = self.program.add_weight(name, ConstantTensor(name, order))
+        node = self.program.call(torch.ops.aten.index_select.default, (x, -1, index), before=before)
+        self.reordered.append((x, order, node))
+        return node
 
     def parts(self, matrix: fx.Node, weight_format: str, kept: bool) -> list[fx.Node | None]:
         """get_attr nodes of codes, scales and offsets (None where the format has none)."""
-        integers = kept and weight_format.startswith("int")
+        integers = kept and parse_weight(weight_format).has_scales
         name = f"{matrix.target}.{weight_format}{'.kept' if integers else ''}"
         if name not in self.known:
             source = self.program.weight_of(matrix)
@@ -223,14 +256,15 @@ def _replace(program: Program, node: fx.Node, op: str, args: list[Any], **option
 
 
 def _linear(program: Program, node: fx.Node, weight_format: str, stored: _Stored, kept: bool) -> None:
-    parts = stored.parts(argument(node, "weight"), weight_format, kept)
-    args = [
-        argument(node, "x"),
-        *parts,
-        argument(node, "bias"),
-        weight_format,
-        default_activation(weight_format),
-    ]
+    matrix, x = argument(node, "weight"), argument(node, "x")
+    parts = stored.parts(matrix, weight_format, kept)
+    activation, scale = default_activation(weight_format), 0.0
+    weight = program.weight_of(matrix)
+    if kept and (kind := held(weight)) is not None:
+        activation, scale = kind.activation or activation, kind.activation_scale
+        order = input_order(weight)
+        x = x if order is None else stored.reorder(x, order, node)
+    args = [x, *parts, argument(node, "bias"), weight_format, activation, None, None, scale]
     _replace(program, node, "quantised_linear", args)
 
 
@@ -243,6 +277,9 @@ def _embedding(program: Program, node: fx.Node, weight_format: str, stored: _Sto
 def _moe(program: Program, node: fx.Node, weight_format: str, stored: _Stored, kept: bool) -> None:
     gate_up = stored.parts(argument(node, "gate_up"), weight_format, kept)
     down = stored.parts(argument(node, "down"), weight_format, kept)
+    activation, kind = default_activation(weight_format), held(program.weight_of(argument(node, "gate_up")))
+    if kept and kind is not None and kind.activation not in (None, "int8_static"):
+        activation = kind.activation
     args = [
         argument(node, "x"),
         argument(node, "topk_index"),
@@ -253,7 +290,7 @@ def _moe(program: Program, node: fx.Node, weight_format: str, stored: _Stored, k
         argument(node, "down_bias"),
         argument(node, "activation"),
         weight_format,
-        default_activation(weight_format),
+        activation,
         argument(node, "alpha"),
         argument(node, "limit"),
     ]

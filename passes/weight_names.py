@@ -14,10 +14,23 @@ from typing import Any
 
 import torch
 
-from enginewright.passes.weights import Computed, Weight, concatenated, permuted, reshaped, sliced, stacked
+from enginewright.passes.stored_matrix import StoredMatrix
+from enginewright.passes.weights import (
+    Computed,
+    Weight,
+    concatenated,
+    permuted,
+    reshaped,
+    sliced,
+    stacked,
+    transposed,
+)
 from enginewright.recipes.errors import InputError, near_matches
 
-__all__ = ["check_bound", "convert_names", "tie"]
+__all__ = ["check_bound", "convert_names", "renaming", "tie"]
+
+Rename = Callable[[str], "tuple[str, str | None]"]
+"""Checkpoint name -> the model's name, and the pattern of the converter that it goes through."""
 
 
 def convert_names(
@@ -27,24 +40,17 @@ def convert_names(
 
     Returns the weights (tied names share one object) and notes. Raises InputError for a missing or misshapen tensor.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import dot_natural_key
 
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    mapping = get_model_conversion_mapping(model) or []
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    renamings: Any = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix, state = model.base_model_prefix, model.state_dict()
-
+    rename, by_pattern = renaming(model)
+    turned = {f"{path}.weight" for path, module in model.named_modules() if type(module).__name__ == "Conv1D"}
     bound: dict[str, Weight] = {}
     origin: dict[str, str] = {}
     groups: dict[str, tuple[Any, dict[str, list[Weight]]]] = {}
     unused: list[str] = []
     for key in sorted(tensors, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if name not in wanted and key in wanted:
-            name, pattern = key, None
+        name, pattern = rename(key)
         if name not in wanted:
             unused.append(key)
         elif pattern is not None:
@@ -53,7 +59,7 @@ def convert_names(
         elif name in bound:
             raise InputError(f"two tensors of {source} are both {name}", found=[origin[name], key])
         else:
-            bound[name], origin[name] = tensors[key], key
+            bound[name], origin[name] = _as_stored(tensors[key], name in turned), key
     for first, (converter, collected) in groups.items():
         bound.update(_convert(converter, collected, first, model))
 
@@ -68,6 +74,28 @@ def convert_names(
             f"and were left out: {listed}"
         )
     return {name: bound[name] for name in wanted if name in bound}, notes
+
+
+def renaming(model: Any) -> tuple[Rename, dict[str, Any]]:
+    """How transformers renames a checkpoint's names for the meta `model`, and its converters by their source patterns."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    mapping = get_model_conversion_mapping(model) or []
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings: Any = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+    prefix, state = model.base_model_prefix, model.state_dict()
+
+    def rename(key: str) -> tuple[str, str | None]:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        return (key, None) if name not in state and key in state else (name, pattern)
+
+    return rename, {pattern: item for item in converters for pattern in item.source_patterns}
+
+
+def _as_stored(weight: Weight, turned: bool) -> Weight:
+    """A packed matrix is [outputs, inputs] also where the model keeps it the other way round (GPT-2's Conv1D)."""
+    return transposed(weight) if turned and isinstance(weight, StoredMatrix) else weight
 
 
 def _matches(key: str, patterns: Iterable[str]) -> bool:
@@ -220,6 +248,13 @@ def _convert(converter: Any, collected: dict[str, list[Weight]], first: str, mod
         return {name: _named(value.weight, name) for name, value in made.items()}
     except (NotImplementedError, AttributeError, TypeError):
         pass
+    packed = [w for items in collected.values() for w in items if isinstance(w, StoredMatrix)]
+    if packed:
+        raise InputError(
+            f"transformers rearranges {packed[0].name} in a way that its stored codes cannot follow",
+            found=f"{packed[0].found} and {type(converter.operations[0]).__name__}, to make {first}",
+            action="build from the original model; a recipe quantises it",
+        )
     shapes = apply({p: [w.meta() for w in items] for p, items in collected.items()})
 
     def compute(name: str) -> Callable[[], torch.Tensor]:
