@@ -13,9 +13,9 @@ from typing import Any
 from enginewright.backends.artifact import canonical_json
 from enginewright.backends.base import LowerProgress
 from enginewright.backends.cpu.lowering import RULES, Lowering
-from enginewright.backends.cpu.pack import FORMATS
 from enginewright.passes.program import Program, Stage
 from enginewright.recipes.errors import LoweringError
+from enginewright.recipes.formats import WEIGHT_FORMATS, activations_for
 from enginewright.recipes.recipe import Recipe
 
 __all__ = ["capabilities", "lower"]
@@ -25,13 +25,15 @@ WEIGHTS_FILE = "weights.bin"
 
 
 def capabilities() -> dict[str, Any]:
-    """What this backend can lower, as data: ops (by name), weight formats, KV formats and page sizes."""
+    """What this backend can lower, as data: ops (by name), weight formats and the activations that each takes, KV formats
+    and page sizes."""
     import enginewright.backends.cpu.lower_dialect
     import enginewright.backends.cpu.lower_generic  # noqa: F401
 
     return {
         "ops": sorted(RULES),
-        "weight_formats": list(FORMATS),
+        "weight_formats": list(WEIGHT_FORMATS),
+        "activation_formats": {name: list(activations_for(name)) for name in WEIGHT_FORMATS},
         "kv_formats": ["f32", "bf16"],
         "page_sizes": [16, 32],
     }
