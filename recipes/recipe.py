@@ -54,7 +54,7 @@ cost a third more KL divergence (0.0085 against 0.0065 nats)."""
 WEIGHT_FORMATS = (*ACTIVATION_OF, "keep")
 """What `weight:` accepts. `keep` carries the integers of an already quantised file unchanged."""
 
-KV_FORMATS = ("f32", "bf16")
+KV_FORMATS = ("f32", "bf16", "int8")
 _ACTIVATIONS = ("auto", "f32", "bf16", "int8")
 
 
