@@ -66,7 +66,15 @@ class InsertPagedKv:
             ]
             names = ("q", "k", "v", "sinks", "alibi")
             attributes = tuple(argument(node, name) for name in ("scale", "window", "softcap"))
-            args = (*(argument(node, name) for name in names), *metadata, *pools, *attributes, group, layer, stored.format)
+            args = (
+                *(argument(node, name) for name in names),
+                *metadata,
+                *pools,
+                *attributes,
+                group,
+                layer,
+                stored.format,
+            )
             module = node.meta.get("module")
             new = program.call(OPS["paged_attention"], args, before=node, module=module)
             node.replace_all_uses_with(new)

@@ -41,8 +41,9 @@ def bench(
 ) -> dict[str, Any]:
     """Return the figures of the engine at `path` as plain values; rates are medians of `repeat` runs.
 
-    Keys: engine, threads, isa, load_seconds, peak_memory_bytes, kv_bytes_per_token (of all layers, as the pools hold it;
-    those with a window only keep that many), read_bandwidth_gbs, ping_ms (a prompt of one token to its first new token), prefill [{tokens, tokens_per_second}], decode [{batch, tokens_per_second, step_ms}].
+    Keys: engine, threads, isa, load_seconds, peak_memory_bytes, kv_bytes_per_token (of all layers, as the pools hold it),
+    read_bandwidth_gbs, ping_ms (a prompt of one token to its first new token), prefill [{tokens, tokens_per_second}],
+    decode [{batch, tokens_per_second, step_ms}].
     """
     started = time.perf_counter()
     with load(path, threads, weights, max_sequences=max(batches)) as engine:

@@ -42,8 +42,9 @@ def lower(
 ) -> list[str]:
     """Write program.json and weights.bin for `program` into `directory`; returns the names of the files.
 
-    `recipe` gives the KV cache's page size and usual format; each layer's own comes with the program. `progress(name, written, total)` is called before each
-    weight. Raises LoweringError with the op, its module and what is supported.
+    `recipe` gives the KV cache's page size and usual format; each layer's own comes with the program.
+    `progress(name, written, total)` is called before each weight. Raises LoweringError with the op, its
+    module and what is supported.
     """
     if program.stage != Stage.FINAL:
         raise LoweringError(

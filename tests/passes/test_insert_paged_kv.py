@@ -61,6 +61,7 @@ def test_layers_have_their_own_formats():
         program = before.clone()
         InsertPagedKv(4, kv_format, layer_formats).run(program)
         program.stage = Stage.PAGED
+        remove_dead_code(program)
         check(program)
         nodes = [n for n in program.graph.nodes if is_call(n, OPS["paged_attention"])]
         formats = [layer_formats.get(i, kv_format) for i in range(3)]
@@ -70,7 +71,7 @@ def test_layers_have_their_own_formats():
         program.recompile()
         results[tuple(formats)] = (Pools(program, page_size=4).step(TOKENS, 0) - want).abs().max()
     exact, rounded, mixed = results.values()
-    assert exact <= 1e-5 * want.abs().max() and exact < mixed < rounded < 0.1 * want.abs().max()
+    assert exact <= 1e-5 * want.abs().max() and exact < mixed < rounded < 0.2 * want.abs().max()
     assert InsertPagedKv(4, "int8", {1: "f32"}).options == {
         "page_size": 4,
         "kv_format": "int8",
@@ -82,6 +83,7 @@ def test_a_format_the_cache_does_not_have_is_illegal():
     program = three_layers()
     InsertPagedKv(4, "fp4").run(program)
     program.stage = Stage.PAGED
+    remove_dead_code(program)
     with pytest.raises(LoweringError, match=r"kv_format = 'fp4'; allowed: f32, bf16, int8"):
         check(program)
 

@@ -223,7 +223,9 @@ def test_int8_keeps_the_nearest_codes(isa: str) -> None:
     layer.v[13] = np.arange(-37, 38, dtype=np.float32) + 0.5  # ties: the largest is 37.5
     layer.v[13, :, 0] = 127.0
     codes, scales = codes_of(layer.v)
-    bf16 = ((scales.view(np.uint32) + 0x7FFF + (scales.view(np.uint32) >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    bf16 = ((scales.view(np.uint32) + 0x7FFF + (scales.view(np.uint32) >> 16 & 1)) & 0xFFFF0000).view(
+        np.float32
+    )
     for token in range(case.length):
         alone = Layer(case, isa)
         alone.v[0] = layer.v[token]
@@ -243,7 +245,9 @@ def test_int8_scales_are_each_token_s_and_head_s_own(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize("features", [Case(), Case(scale=-0.25), Case(alibi=True), Case(sinks=True, window=20)])
+@pytest.mark.parametrize(
+    "features", [Case(), Case(scale=-0.25), Case(alibi=True), Case(sinks=True, window=20)]
+)
 def test_huge_scores_choose_one_key(features: Case, kv_format: str, isa: str) -> None:
     """Scores about 1e10, far apart: the best key takes everything, over two spans of keys as well."""
     case = dataclasses.replace(features, key_dim=16, kv_format=kv_format, length=600)
