@@ -1,6 +1,6 @@
 """Which matrices a Program has, what each is for, and the formats that a recipe gives it. Nothing is read or changed here.
 
-The linear that produces the logits is the head; a linear whose result chooses experts is a router; the recipe speaks of each apart.
+The linear that produces the logits is the head; a linear whose result chooses experts is a router: the recipe speaks of each.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def steps(recipe: Recipe) -> list[Step]:
         Step(Quantise(recipe), Stage.QUANTISED),
         Step(FuseSiblings(), Stage.QUANTISED),
         Step(FuseGated(), Stage.QUANTISED),
-        Step(InsertPagedKv(recipe.kv_cache.page_size), Stage.PAGED, required=True),
+        Step(InsertPagedKv(recipe.kv_cache.page_size, recipe.kv_cache.format), Stage.PAGED, required=True),
         Step(SelectRows(), Stage.FINAL, required=True),
     ]
 
