@@ -133,12 +133,15 @@ class CalibratedRounding:
             "fallbacks": self._fallbacks,
             "experts_with_few_tokens": self._few,
             "relative_errors": {name: float(f"{error:.6g}") for name, error in self._errors.items()},
-            "peak_bytes": walk.peak_bytes,
-            "spilled_bytes": walk.spilled_bytes,
         }
         if self._apart:
             self.record["outlier_columns"] = self._apart
-        notes = [f"{name} is rounded to nearest: {why}" for name, why in self._fallbacks.items()]
+        notes = []
+        if walk.spilled_bytes:
+            notes.append(
+                f"{walk.spilled_bytes / 1e6:,.0f} MB of activations waited on disk (calibration.memory)"
+            )
+        notes += [f"{name} is rounded to nearest: {why}" for name, why in self._fallbacks.items()]
         if self._few:
             notes.append(
                 f"{len(self._few)} experts saw fewer than {LEAST_EXPERT_TOKENS} calibration tokens and are rounded to nearest"

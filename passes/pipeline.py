@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from enginewright.passes.calibration import Samples
 from enginewright.passes.fold_scalars import FoldScalars
 from enginewright.passes.fuse_activation import FuseActivation
 from enginewright.passes.fuse_add_norm import FuseAddNorm
@@ -18,6 +19,7 @@ from enginewright.passes.fuse_layer_norm import FuseLayerNorm
 from enginewright.passes.fuse_rms_norm import FuseRmsNorm
 from enginewright.passes.fuse_rope import FuseRope
 from enginewright.passes.fuse_siblings import FuseSiblings
+from enginewright.passes.gate_kv import GateKv
 from enginewright.passes.insert_paged_kv import InsertPagedKv
 from enginewright.passes.manager import PassRecord, Progress, Step, run_steps
 from enginewright.passes.merge_duplicates import MergeDuplicates
@@ -26,14 +28,19 @@ from enginewright.passes.program import Program, Stage
 from enginewright.passes.quantise import Quantise
 from enginewright.passes.select_rows import SelectRows
 from enginewright.passes.slice_before_rope import SliceBeforeRope
+from enginewright.passes.smooth import Smooth
+from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import Recipe
 
 __all__ = ["run_pipeline", "steps"]
 
 
-def steps(recipe: Recipe) -> list[Step]:
-    """The passes that a recipe asks for, in order."""
-    return [
+def steps(
+    recipe: Recipe, samples: Samples | None = None, report: Callable[[str], None] = lambda text: None
+) -> list[Step]:
+    """The passes that a recipe asks for, in order. `samples` are needed where `recipe.calibrates` names something."""
+    kv_formats: dict[int, str] = {}  # layers that gate_kv keeps out of the recipe's format
+    order = [
         Step(MergeDuplicates(), Stage.NORMALISED),
         Step(FoldScalars(), Stage.FUSED),
         Step(FuseBias(), Stage.FUSED),
@@ -44,21 +51,41 @@ def steps(recipe: Recipe) -> list[Step]:
         Step(FuseAddNorm(), Stage.FUSED),
         Step(SliceBeforeRope(), Stage.FUSED),
         Step(OrderRows(), Stage.FUSED),
-        Step(Quantise(recipe), Stage.QUANTISED),
+    ]
+    if recipe.smooth.method != "none":
+        order.append(Step(Smooth(recipe, _needed(samples, recipe), report), Stage.FUSED))
+    order.append(Step(Quantise(recipe, samples if recipe.calibrates else None, report), Stage.QUANTISED))
+    if recipe.kv_cache.max_error is not None:
+        order.append(Step(GateKv(recipe, _needed(samples, recipe), kv_formats, report), Stage.QUANTISED))
+    order += [
         Step(FuseSiblings(), Stage.QUANTISED),
         Step(FuseGated(), Stage.QUANTISED),
-        Step(InsertPagedKv(recipe.kv_cache.page_size, recipe.kv_cache.format), Stage.PAGED, required=True),
+        Step(
+            InsertPagedKv(recipe.kv_cache.page_size, recipe.kv_cache.format, kv_formats),
+            Stage.PAGED,
+            required=True,
+        ),
         Step(SelectRows(), Stage.FINAL, required=True),
     ]
+    return order
+
+
+def _needed(samples: Samples | None, recipe: Recipe) -> Samples:
+    if samples is None:
+        raise InputError(
+            "the recipe needs calibration data, and none was given", found=", ".join(recipe.calibrates)
+        )
+    return samples
 
 
 def run_pipeline(
     program: Program,
     recipe: Recipe,
+    samples: Samples | None = None,
     *,
     dump: Path | None = None,
     progress: Progress | None = None,
     check: Callable[[Program, str], None] | None = None,
 ) -> list[PassRecord]:
     """Run every step on a normalised `program`, in place; see `run_steps` for the options and errors."""
-    return run_steps(program, steps(recipe), dump=dump, progress=progress, check=check)
+    return run_steps(program, steps(recipe, samples), dump=dump, progress=progress, check=check)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from enginewright.passes.assignment import Assigned, assign
 from enginewright.passes.calibration import Samples
 from enginewright.passes.dialect import OPS
 from enginewright.passes.dialect.numerics import simulate_activation
@@ -33,7 +34,7 @@ from enginewright.passes.quant_formats import dequantise, fit_grid, grouped, qua
 from enginewright.passes.smoothing import SmoothingPoint, apply, find_points, require_equal
 from enginewright.passes.walk import Walk
 from enginewright.recipes.formats import parse_weight
-from enginewright.recipes.recipe import ModuleFormat, Recipe
+from enginewright.recipes.recipe import Recipe
 
 __all__ = ["Smooth", "block_of"]
 
@@ -50,19 +51,17 @@ class Smooth:
     def __init__(
         self,
         recipe: Recipe,
-        formats: Callable[[Program], Mapping[fx.Node, ModuleFormat]],
         samples: Samples,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.recipe, self.formats, self.samples, self.report = recipe, formats, samples, report
+        self.recipe, self.samples, self.report = recipe, samples, report
         self.options: Mapping[str, Any] = dataclasses.asdict(recipe.smooth)
-        self.record: dict[str, Any] = {}
 
     def run(self, program: Program) -> PassResult:
         """Scale every point, in place. Raises LoweringError if the logits change."""
         points, notes = find_points(program)
-        formats = self.formats(program)
-        points = [p for p in points if any(_is_rounded(formats, node) for node in p.consumers)]
+        assigned, _ = assign(program, self.recipe)
+        points = [p for p in points if any(_is_rounded(assigned, node) for node in p.consumers)]
         options = self.recipe.smooth
         length = max(1, min(options.tokens, 4096))
         blocks = {point: block_of(point) for point in points}
@@ -84,7 +83,7 @@ class Smooth:
 
         def visit(point: SmoothingPoint) -> Callable[[fx.Node], None]:
             def search(_node: fx.Node) -> None:
-                found = _Search(walk, point, blocks[point], formats, options).run()
+                found = _Search(walk, point, blocks[point], assigned, options).run()
                 if found is None:
                     kept.append(point.name)
                 else:
@@ -111,10 +110,11 @@ class Smooth:
         tokens = self.samples.sequences[0][:_CHECKED_TOKENS]
         program.recompile()
         difference = require_equal(self.name, before, program, scales, tokens)
-        self.record = {"scaled": len(scales), "left_at_default": kept, "logit_difference": difference}
+        record = {"scaled": len(scales), "left_at_default": kept, "not_scaled": notes}
         if kept:
             notes = [*notes, f"{len(kept)} of {len(points)} points keep scale 1: no candidate was better"]
-        return PassResult(len(scales), tuple(notes))
+        notes = [*notes, f"logits differ by {difference:.1e} of the largest"]
+        return PassResult(len(scales), tuple(notes), record)
 
 
 def block_of(point: SmoothingPoint) -> list[fx.Node]:
@@ -177,9 +177,8 @@ def _ends(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if any(user not in inside for user in node.users)]
 
 
-def _is_rounded(formats: Mapping[fx.Node, ModuleFormat], node: fx.Node) -> bool:
-    form = formats.get(node)
-    return form is not None and form.weight != "keep" and parse_weight(form.weight).kind != "float"
+def _is_rounded(assigned: Assigned, node: fx.Node) -> bool:
+    return node in assigned and assigned[node].is_integer
 
 
 class _Search:
@@ -190,12 +189,12 @@ class _Search:
         walk: Walk,
         point: SmoothingPoint,
         block: Sequence[fx.Node],
-        formats: Mapping[fx.Node, ModuleFormat],
+        assigned: Assigned,
         options: Any,
     ) -> None:
         self.walk, self.point, self.block, self.options = walk, point, block, options
-        self.formats = formats
-        self.rounded = [node for node in point.consumers if _is_rounded(formats, node)]
+        self.assigned = assigned
+        self.rounded = [node for node in point.consumers if _is_rounded(assigned, node)]
         self.matrices = {_matrix(node): node for node in self.rounded}
         self.weights = {matrix: executed(walk.program.weight_of(matrix)) for matrix in self.matrices}
 
@@ -245,7 +244,7 @@ class _Search:
         """The mean over outputs of |w| as a share of its group's largest, [K]."""
         shares = []
         for matrix, weight in self.weights.items():
-            form = parse_weight(self.formats[self.matrices[matrix]].weight)
+            form = parse_weight(self.assigned[self.matrices[matrix]].weight)
             groups, _ = grouped(_flat(weight).abs(), form)
             share = groups / groups.amax(-1, keepdim=True).clamp(min=1e-12)
             shares.append(share.flatten(-2)[:, : weight.shape[-1]])
@@ -265,10 +264,10 @@ class _Search:
         given: dict[fx.Node, Any] = {}
         rounds_input = self.options.method == "smoothquant"
         for matrix, node in self.matrices.items():
-            given[matrix] = _rounded(self.weights[matrix] * spread, self.formats[node].weight) / spread
+            given[matrix] = _rounded(self.weights[matrix] * spread, self.assigned[node].weight) / spread
         if rounds_input:
             # Several consumers read one rounded activation; those of one point share its format.
-            activation = self.formats[self.rounded[0]].activation
+            activation = self.assigned[self.rounded[0]].activation
             x = self.x.reshape(*self.x.shape[:1], -1) if self.x.shape[-1] != len(spread) else self.x
             static = float((x / spread).abs().max()) / 127 if activation == "int8_static" else 0.0
             given[self.point.activation] = (
