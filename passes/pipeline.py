@@ -1,7 +1,8 @@
 """The whole order of passes, on one screen.
 
 A Program comes in normalised and leaves ready to be lowered. Fusions that look at weights' shapes alone come
-before quantisation; joins of matrices come after it, because they hold only where formats agree.
+before quantisation; joins of matrices come after it, because they hold only where formats agree. A backend that wants the
+model's own matrices (`until` QUANTISED) gets none that were reordered, nor any join.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from enginewright.passes.fuse_rms_norm import FuseRmsNorm
 from enginewright.passes.fuse_rope import FuseRope
 from enginewright.passes.fuse_siblings import FuseSiblings
 from enginewright.passes.insert_paged_kv import InsertPagedKv
-from enginewright.passes.manager import PassRecord, Progress, Step, run_steps
+from enginewright.passes.manager import Pass, PassRecord, Progress, Step, run_steps
 from enginewright.passes.merge_duplicates import MergeDuplicates
 from enginewright.passes.order_rows import OrderRows
 from enginewright.passes.program import Program, Stage
@@ -31,9 +32,10 @@ from enginewright.recipes.recipe import Recipe
 __all__ = ["run_pipeline", "steps"]
 
 
-def steps(recipe: Recipe) -> list[Step]:
-    """The passes that a recipe asks for, in order."""
-    return [
+def steps(recipe: Recipe, until: Stage = Stage.FINAL, gate: Pass | None = None) -> list[Step]:
+    """The passes that a recipe asks for, in order, up to a stage: FINAL or QUANTISED. `gate` runs before matrices change."""
+    whole = until == Stage.FINAL
+    order = [
         Step(MergeDuplicates(), Stage.NORMALISED),
         Step(FoldScalars(), Stage.FUSED),
         Step(FuseBias(), Stage.FUSED),
@@ -42,14 +44,20 @@ def steps(recipe: Recipe) -> list[Step]:
         Step(FuseRmsNorm(), Stage.FUSED),
         Step(FuseActivation(), Stage.FUSED),
         Step(FuseAddNorm(), Stage.FUSED),
-        Step(SliceBeforeRope(), Stage.FUSED),
-        Step(OrderRows(), Stage.FUSED),
-        Step(Quantise(recipe), Stage.QUANTISED),
-        Step(FuseSiblings(), Stage.QUANTISED),
-        Step(FuseGated(), Stage.QUANTISED),
-        Step(InsertPagedKv(recipe.kv_cache.page_size), Stage.PAGED, required=True),
-        Step(SelectRows(), Stage.FINAL, required=True),
     ]
+    if gate is not None:
+        order.append(Step(gate, Stage.FUSED))
+    if whole:
+        order += [Step(SliceBeforeRope(), Stage.FUSED), Step(OrderRows(), Stage.FUSED)]
+    order.append(Step(Quantise(recipe), Stage.QUANTISED))
+    if whole:
+        order += [
+            Step(FuseSiblings(), Stage.QUANTISED),
+            Step(FuseGated(), Stage.QUANTISED),
+            Step(InsertPagedKv(recipe.kv_cache.page_size), Stage.PAGED, required=True),
+            Step(SelectRows(), Stage.FINAL, required=True),
+        ]
+    return order
 
 
 def run_pipeline(

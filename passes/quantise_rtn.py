@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from enginewright.passes import dialect
-from enginewright.passes.kept import KeptWeight, held, input_order, widest
+from enginewright.passes.kept import HoldsIntegers, KeptWeight, held, input_order, plain, widest
 from enginewright.passes.manager import PassResult
 from enginewright.passes.matching import argument
 from enginewright.passes.program import Program
@@ -148,6 +148,8 @@ def _resolve(program: Program, node: fx.Node, wanted: str, name: str, notes: lis
             if wanted != "f32" and parse_weight(kind.format).has_scales
         ]
         return wanted, False
+    if len(found) != len(kinds) and _is_quantised(program):
+        found = [kind or plain(program.weight_of(m)) for kind, m in zip(kinds, _matrices(node), strict=True)]
     if len(found) != len(kinds):
         raise InputError(
             "the recipe keeps a checkpoint's integers, but this checkpoint holds none",
@@ -163,6 +165,11 @@ def _resolve(program: Program, node: fx.Node, wanted: str, name: str, notes: lis
     elif not kind.exact:
         notes.append(f"{kind.found} carried as {kind.format}, its scales rounded to float16")
     return kind.format, kind.kept
+
+
+def _is_quantised(program: Program) -> bool:
+    """Whether any weight comes from a quantised checkpoint."""
+    return any(isinstance(leaf, HoldsIntegers) for w in program.weights.values() for leaf in w.leaves())
 
 
 def _is_reordered(weight: Weight) -> bool:
