@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 __all__ = [
+    "MOVEMENTS",
     "Num",
     "Op",
     "Var",
@@ -30,6 +31,20 @@ __all__ = [
 aten = torch.ops.aten
 _COMMUTATIVE = frozenset((aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default))
 Bindings = Mapping[str, Any]
+
+#: Ops of one tensor that move or repeat features and compute nothing.
+MOVEMENTS = (
+    aten.expand.default,
+    aten.permute.default,
+    aten.reshape.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+)
 
 
 class Var:

@@ -21,23 +21,11 @@ from torch import Tensor, fx
 from enginewright.passes.dialect import OPS
 from enginewright.passes.linears import parts_of, rewrite_rows
 from enginewright.passes.manager import PassResult
-from enginewright.passes.matching import is_call
+from enginewright.passes.matching import MOVEMENTS, is_call
 from enginewright.passes.program import Program
 from enginewright.passes.weights import Weight, concatenated, sliced
 
 aten = torch.ops.aten
-_MOVEMENTS = (
-    aten.expand.default,
-    aten.permute.default,
-    aten.reshape.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-)
 
 
 class OrderRows:
@@ -93,11 +81,11 @@ def _values(linear: fx.Node) -> dict[fx.Node, Tensor]:
     while todo:
         node = todo.pop(0)
         for user in node.users:
-            if is_call(user, *_MOVEMENTS) and user not in held:
+            if is_call(user, *MOVEMENTS) and user not in held:
                 args, kwargs = fx.map_arg((user.args, user.kwargs), held.get)
                 held[user] = user.target(*args, **kwargs)  # type: ignore[operator]
                 todo.append(user)
-            elif not is_call(user, *_MOVEMENTS):
+            elif not is_call(user, *MOVEMENTS):
                 read[node] = held[node][0]
     order = {node: i for i, node in enumerate(linear.graph.nodes)}
     return {node: read[node] for node in sorted(read, key=order.__getitem__)}

@@ -24,7 +24,7 @@ from enginewright.passes.manager import Pass, PassRecord, Progress, Step, run_st
 from enginewright.passes.merge_duplicates import MergeDuplicates
 from enginewright.passes.order_rows import OrderRows
 from enginewright.passes.program import Program, Stage
-from enginewright.passes.quantise_rtn import Quantise
+from enginewright.passes.quantise import Quantise
 from enginewright.passes.select_rows import SelectRows
 from enginewright.passes.slice_before_rope import SliceBeforeRope
 from enginewright.recipes.recipe import Recipe
@@ -54,7 +54,9 @@ def steps(recipe: Recipe, until: Stage = Stage.FINAL, gate: Pass | None = None) 
         order += [
             Step(FuseSiblings(), Stage.QUANTISED),
             Step(FuseGated(), Stage.QUANTISED),
-            Step(InsertPagedKv(recipe.kv_cache.page_size), Stage.PAGED, required=True),
+            Step(
+                InsertPagedKv(recipe.kv_cache.page_size, recipe.kv_cache.format), Stage.PAGED, required=True
+            ),
             Step(SelectRows(), Stage.FINAL, required=True),
         ]
     return order

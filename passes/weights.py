@@ -18,8 +18,8 @@ import torch
 
 __all__ = [
     "CheckpointTensor", "Computed", "Concatenated", "ConstantTensor", "Permuted", "Reshaped", "Scaled",
-    "Sliced", "Stacked", "TensorReader", "Transposed", "Weight", "concatenated", "permuted", "reshaped",
-    "sliced", "stacked", "transposed",
+    "ScaledAlong", "Sliced", "Stacked", "TensorReader", "Transposed", "Weight", "concatenated", "permuted",
+    "reshaped", "scaled_along", "sliced", "stacked", "transposed",
 ]  # fmt: skip
 
 
@@ -211,6 +211,35 @@ class Scaled(_Derived):
         return (self.source.load_rows(start, stop).float() * self.factor).to(self.dtype)
 
 
+class ScaledAlong(_Derived):
+    """(source + offset) · factors, one factor a position of axis `dim`; computed in float32, and float32 it stays."""
+
+    def __init__(
+        self,
+        source: Weight,
+        dim: int,
+        factors: torch.Tensor,
+        offset: float = 0.0,
+        name: str | None = None,
+    ):
+        super().__init__(source, source.shape, name)
+        self.dtype = torch.float32
+        self.dim = dim % len(source.shape)
+        self.factors = factors.detach().float()
+        self.offset = offset
+
+    def load(self) -> torch.Tensor:
+        return self._scaled(self.source.load(), self.factors)
+
+    def load_rows(self, start: int, stop: int) -> torch.Tensor:
+        factors = self.factors[start:stop] if self.dim == 0 else self.factors
+        return self._scaled(self.source.load_rows(start, stop), factors)
+
+    def _scaled(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        wide = values.float() + self.offset if self.offset else values.float()
+        return wide * factors.reshape(-1, *[1] * (len(self.shape) - 1 - self.dim))
+
+
 class _Joined(Weight):
     """An expression over several sources of one dtype."""
 
@@ -318,3 +347,17 @@ def concatenated(parts: Sequence[Weight], dim: int = 0, name: str | None = None)
 def stacked(parts: Sequence[Weight], name: str | None = None) -> Weight:
     """The parts along a new first axis."""
     return Stacked(parts, name)
+
+
+def scaled_along(weight: Weight, dim: int, factors: torch.Tensor, offset: float = 0.0) -> Weight:
+    """(weight + offset) times a vector along one axis. However often it is scaled, an axis keeps one vector."""
+    dim %= len(weight.shape)
+    if tuple(factors.shape) != (weight.shape[dim],):
+        raise ValueError(f"cannot scale axis {dim} of {weight} by {list(factors.shape)} factors")
+    if isinstance(weight, ScaledAlong) and not offset:
+        if weight.dim == dim:
+            return ScaledAlong(weight.source, dim, weight.factors * factors, weight.offset, weight.name)
+        if not weight.offset:
+            inner = scaled_along(weight.source, dim, factors)
+            return ScaledAlong(inner, weight.dim, weight.factors, name=weight.name)
+    return ScaledAlong(weight, dim, factors, offset)

@@ -5,19 +5,18 @@ The check is a pass that changes nothing: it runs on the fused graph, where ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
-from enginewright.backends.checkpoint.schemes import MIXED_ZERO_POINTS, objection
-from enginewright.passes.dialect import OPS
-from enginewright.passes.kept import held, widest
+from enginewright.backends.checkpoint.schemes import MIXED_ZERO_POINTS, objection, scheme_of
+from enginewright.passes.assignment import Matrix, assign, kind_of
+from enginewright.passes.kept import input_order
 from enginewright.passes.manager import PassResult
-from enginewright.passes.matching import argument, is_call
+from enginewright.passes.matching import argument
 from enginewright.passes.meta_model import build_on_meta
 from enginewright.passes.program import Program
-from enginewright.passes.quantise_rtn import roles
 from enginewright.passes.source import ModelSource
 from enginewright.recipes.errors import InputError
 from enginewright.recipes.formats import parse_weight
@@ -42,28 +41,20 @@ class Writable:
     def run(self, program: Program) -> PassResult:
         """Raises InputError at the first matrix that the folder cannot hold."""
         modules = dict(build_on_meta(self.source.config).named_modules())
-        found = roles(program)
-        names = {node: _name(node) for node in found}
-        assigned = self.recipe.assign({names[node]: role for node, role in found.items()})
-        kinds: dict[tuple[str, str], str] = {}
-        for node, name in names.items():
-            wished = assigned[name]
-            form = _format(program, node, wished.weight)
-            if form is not None:
-                _require(program, node, name, modules.get(name), form)
-                kinds[(form, wished.activation if form == "int8" else "")] = name
-        self._require_one_scheme(kinds)
+        assigned, _ = assign(program, self.recipe)
+        packed = [matrix for matrix in assigned.values() if parse_weight(matrix.weight).has_scales]
+        for matrix in packed:
+            _require(program, matrix, modules.get(matrix.name))
+        self._require_one_scheme(packed)
         return PassResult(0)
 
-    def _require_one_scheme(self, kinds: Mapping[tuple[str, str], str]) -> None:
-        lone = [name for (form, _), name in kinds.items() if parse_weight(form).kind == "zero"]
-        wishes = (self.recipe.linear, self.recipe.embedding, self.recipe.head, *self.recipe.overrides)
-        kept = any(
-            wish.weight == "keep" for wish in wishes
-        )  # whether those are centred shows when they are read
-        if lone and len(kinds) > 1 and not self.recipe.quantise.symmetric and not kept:
+    def _require_one_scheme(self, packed: Sequence[Matrix]) -> None:
+        kinds = {scheme_of(parse_weight(matrix.weight), matrix.activation) for matrix in packed}
+        with_zeros = [matrix for matrix in packed if parse_weight(matrix.weight).kind == "zero"]
+        kept = any(matrix.kept for matrix in with_zeros)  # whether those are centred shows when they are read
+        if with_zeros and len(kinds) > 1 and not self.recipe.quantise.symmetric and not kept:
             raise _refused(
-                f"the matrix {lone[0]}",
+                f"the matrix {with_zeros[0].name}",
                 MIXED_ZERO_POINTS,
                 "set quantise.symmetric=true, or keep embedding and head in bf16",
             )
@@ -117,33 +108,15 @@ def _refused(what: str, reason: str, action: str) -> InputError:
     return InputError(f"{what} cannot be written as a checkpoint", found=reason, action=action)
 
 
-def _format(program: Program, node: fx.Node, wanted: str) -> str | None:
-    """The format that a matrix will have, None where it stays plain."""
-    if wanted == "keep":
-        kinds = [kind for matrix in _matrices(node) if (kind := held(program.weight_of(matrix))) is not None]
-        wanted = widest(kinds).format if kinds else "f32"
-    return wanted if parse_weight(wanted).has_scales else None
-
-
-def _name(node: fx.Node) -> str:
-    """The module of a matrix; what a fold has made anew is named after its matrix."""
-    stem = str(next(iter(_matrices(node))).target).rpartition(".")[0]
-    return str(node.meta.get("module") or stem)
-
-
-def _matrices(node: fx.Node) -> Iterable[fx.Node]:
-    names = ("gate_up", "down") if is_call(node, OPS["moe"]) else ("weight",)
-    return [argument(node, name) for name in names]
-
-
-def _require(program: Program, node: fx.Node, name: str, module: Any, form: str) -> None:
-    if is_call(node, OPS["moe"]):
+def _require(program: Program, matrix: Matrix, module: Any) -> None:
+    node, name, form = matrix.node, matrix.name, matrix.weight
+    if kind_of(node) == "moe":
         raise _refused(
             f"the experts {name}",
             f"they are one tensor of transformers' model, and {form} names modules",
             "keep experts in bf16 with an override",
         )
-    if is_call(node, OPS["embedding"]):
+    if kind_of(node) == "embedding":
         raise _refused(
             f"the table {name} in {form}",
             "transformers reads no embedding that compressed-tensors has packed",
@@ -158,7 +131,7 @@ def _require(program: Program, node: fx.Node, name: str, module: Any, form: str)
             "keep it in bf16 or f32 with an override",
         )
     reason = objection(parse_weight(form), weight.shape[-1])
-    if reason is None and any(getattr(leaf, "input_order", None) is not None for leaf in weight.leaves()):
+    if reason is None and matrix.kept and input_order(weight) is not None:
         reason = "its groups lie across the inputs (desc_act), which compressed-tensors no longer has"
     if reason is not None:
         raise _refused(f"the matrix {name}", reason, "choose another format for it with an override")

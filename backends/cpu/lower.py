@@ -13,9 +13,9 @@ from typing import Any
 from enginewright.backends.artifact import canonical_json
 from enginewright.backends.base import LowerProgress
 from enginewright.backends.cpu.lowering import RULES, Lowering
-from enginewright.backends.cpu.pack import FORMATS
 from enginewright.passes.program import Program, Stage
 from enginewright.recipes.errors import LoweringError
+from enginewright.recipes.formats import WEIGHT_FORMATS, activations_for
 from enginewright.recipes.recipe import Recipe
 
 __all__ = ["capabilities", "lower"]
@@ -25,14 +25,16 @@ WEIGHTS_FILE = "weights.bin"
 
 
 def capabilities() -> dict[str, Any]:
-    """What this backend can lower, as data: ops (by name), weight formats, KV formats and page sizes."""
+    """What this backend can lower, as data: ops (by name), weight formats and the activations that each takes, KV formats
+    and page sizes."""
     import enginewright.backends.cpu.lower_dialect
     import enginewright.backends.cpu.lower_generic  # noqa: F401
 
     return {
         "ops": sorted(RULES),
-        "weight_formats": list(FORMATS),
-        "kv_formats": ["f32", "bf16"],
+        "weight_formats": list(WEIGHT_FORMATS),
+        "activation_formats": {name: list(activations_for(name)) for name in WEIGHT_FORMATS},
+        "kv_formats": ["f32", "bf16", "int8"],
         "page_sizes": [16, 32],
     }
 
@@ -42,8 +44,9 @@ def lower(
 ) -> list[str]:
     """Write program.json and weights.bin for `program` into `directory`; returns the names of the files.
 
-    `recipe` gives the KV cache's format and page size. `progress(name, written, total)` is called before each
-    weight. Raises LoweringError with the op, its module and what is supported.
+    `recipe` gives the KV cache's page size and usual format; each layer's own comes with the program.
+    `progress(name, written, total)` is called before each weight. Raises LoweringError with the op, its
+    module and what is supported.
     """
     if program.stage != Stage.FINAL:
         raise LoweringError(
@@ -58,7 +61,12 @@ def lower(
             "format": recipe.kv_cache.format,
             "page_size": recipe.kv_cache.page_size,
             "layers": [
-                {"kv_heads": layer.kv_heads, "key_dim": layer.key_dim, "value_dim": layer.value_dim}
+                {
+                    "kv_heads": layer.kv_heads,
+                    "key_dim": layer.key_dim,
+                    "value_dim": layer.value_dim,
+                    **({} if layer.format == recipe.kv_cache.format else {"format": layer.format}),
+                }
                 for layer in group.layers
             ],
         }

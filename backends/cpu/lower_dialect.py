@@ -20,7 +20,7 @@ from enginewright.backends.cpu.pack import TILE_ROWS, Array
 from enginewright.backends.cpu.views import View, sliced
 from enginewright.backends.cpu.weights_file import Matrix
 from enginewright.passes.weights import Weight
-from enginewright.recipes.formats import default_activation
+from enginewright.recipes.formats import activations_for
 
 __all__: list[str] = []
 
@@ -84,16 +84,25 @@ def select_rows(low: Lowering, node: fx.Node, a: dict[str, Any]) -> View:
 def _matrix(low: Lowering, a: dict[str, Any], prefix: str = "") -> Matrix:
     """The weight of a linear-like op's arguments, dense or quantised."""
     if f"{prefix}codes" not in a:
-        return Matrix("f32", low.weight(a[prefix.rstrip("_") or "weight"], "weight"))
+        return Matrix("f32", low.weight(a[prefix.rstrip("_") or "weight"], "weight"), activation="f32")
     parts = [a.get(f"{prefix}{part}") for part in ("codes", "scales", "offsets")]
     codes, scales, offsets = (None if part is None else low.weight(part, "weight") for part in parts)
     assert codes is not None
-    format, activation = a["weight_format"], a.get("activation_format")
-    if activation is not None and activation != default_activation(format):
-        raise low.fail(
-            f"{format} weights with {activation} activations", f"{default_activation(format)} activations"
-        )
-    return Matrix(format, codes, scales, offsets)
+    format, activation, scale = a["weight_format"], a.get("activation_format"), a.get("activation_scale", 0.0)
+    if activation is not None and activation not in activations_for(format):
+        known = " or ".join(activations_for(format))
+        raise low.fail(f"{format} weights with {activation} activations", f"{known} activations")
+    if activation == "int8_static" and (prefix or not scale > 0):
+        found = "of experts" if prefix else f"with the scale {scale}"
+        raise low.fail(f"int8_static activations {found}", "a scale above 0, and no experts")
+    columns: tuple[int, ...] = ()
+    outliers = None
+    if a.get("outlier_columns") is not None:
+        columns = tuple(int(i) for i in low.weight(a["outlier_columns"], "columns").load())
+        if format != "int8":
+            raise low.fail(f"{format} weights that keep columns apart", "int8 weights")
+        outliers = low.weight(a["outlier_weight"], "weight") if columns else None
+    return Matrix(format, codes, scales, offsets, activation, float(scale), columns, outliers)
 
 
 def _fused(low: Lowering, node: fx.Node) -> bool:

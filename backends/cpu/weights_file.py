@@ -20,6 +20,7 @@ from enginewright.backends.base import LowerProgress
 from enginewright.backends.cpu.pack import TILE_ROWS, Array, Layout, Rows, interleave_tiles, pack_tiles
 from enginewright.passes.quant_formats import streams_rows
 from enginewright.passes.weights import Weight
+from enginewright.recipes.formats import default_activation
 
 __all__ = ["Matrix", "WeightsFile", "to_numpy"]
 
@@ -28,9 +29,11 @@ _CHUNK_ELEMENTS = 4 << 20
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """Floating values as float32, integers and booleans as int32, int8 and uint8 codes as they are."""
+    """Floating values as float32, integers and booleans as int32, int8, uint8 and float8 codes as they are."""
     if tensor.dtype in (torch.int8, torch.uint8):
         return tensor.numpy()
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.contiguous().view(torch.uint8).numpy()
     return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.int32).contiguous().numpy()
 
 
@@ -39,12 +42,18 @@ class Matrix:
     """A weight [N, K], or a stack [E, N, K], in the format it is stored in.
 
     `values` holds numbers (f32), bfloat16 (bf16) or codes; `scales` and `offsets` are None where the format has none.
+    `activation` says how inputs are rounded, None where nothing is multiplied (a look-up); `activation_scale` is the scale of
+    int8_static. `outliers` [N, C] bfloat16 are the columns that an int8 matrix keeps apart, `outlier_columns` their indices.
     """
 
     format: str
     values: Weight
     scales: Weight | None = None
     offsets: Weight | None = None
+    activation: str | None = None
+    activation_scale: float = 0.0
+    outlier_columns: tuple[int, ...] = ()
+    outliers: Weight | None = None
 
     @property
     def experts(self) -> int:
@@ -52,7 +61,24 @@ class Matrix:
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.format, *self.values.shape[-2:])
+        n, k = self.values.shape[-2:]
+        return Layout(self.format, n, k, len(self.outlier_columns))
+
+    @property
+    def stored(self) -> Hashable:
+        """Equal where two matrices have the same bytes."""
+        parts = (self.values, self.scales, self.offsets, self.outliers)
+        return (self.format, *(id(part) for part in parts), self.outlier_columns)
+
+    @property
+    def rounding(self) -> dict[str, Any] | None:
+        """What program.json says of the activation: nothing of a format's default. None for a look-up."""
+        if self.activation is None:
+            return None
+        if self.activation == default_activation(self.format):
+            return {}
+        scale = {"activation_scale": self.activation_scale} if self.activation == "int8_static" else {}
+        return {"activation": self.activation, **scale}
 
     def read(self) -> Iterator[Callable[[int, int], Rows]]:
         """For each expert (or once), a function that gives rows [start, stop)."""
@@ -63,12 +89,14 @@ class Matrix:
         values = self._reader(self.values, expert)
         scales = None if self.scales is None else self._reader(self.scales, expert)
         offsets = None if self.offsets is None else self._reader(self.offsets, expert)
+        outliers = None if self.outliers is None else self._reader(self.outliers, expert)
 
         def rows(start: int, stop: int) -> Rows:
             return Rows(
                 values(start, stop),
                 None if scales is None else scales(start, stop),
                 None if offsets is None else offsets(start, stop),
+                None if outliers is None else outliers(start, stop),
             )
 
         return rows
@@ -77,15 +105,23 @@ class Matrix:
         if self.experts:
             whole = part.load_rows(expert, expert + 1)[0]
         elif streams_rows(part) and part is self.values:
-            return lambda start, stop: self._numbers(part.load_rows(start, stop))
+            return lambda start, stop: self._numbers(part, part.load_rows(start, stop))
         else:
             whole = part.load()
-        return lambda start, stop: self._numbers(whole[start:stop])
+        return lambda start, stop: self._numbers(part, whole[start:stop])
 
-    def _numbers(self, tensor: torch.Tensor) -> Array:
-        if self.format == "bf16":
+    def _numbers(self, part: Weight, tensor: torch.Tensor) -> Array:
+        if part is self.outliers or self.format == "bf16":
             return tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16)
         return to_numpy(tensor)
+
+
+@dataclass
+class _Use:
+    """An entry of a matrix, and its `Matrix.rounding`."""
+
+    index: int
+    rounding: dict[str, Any] | None
 
 
 @dataclass
@@ -97,17 +133,19 @@ class WeightsFile:
     _index: dict[Hashable, int] = field(default_factory=dict)
     _held: list[object] = field(default_factory=list)  # keeps the objects whose id is a key alive
     _leaves: list[set[str]] = field(default_factory=list)
+    _roundings: dict[Hashable, list[_Use]] = field(default_factory=dict)
 
     def add_linear(self, matrix: Matrix, gated: bool = False) -> int:
         """Register packed tiles; `gated` interleaves the tiles of the two halves [gate | up] of the rows."""
-        layout, key = matrix.layout, ("linear", matrix.format, gated, id(matrix.values), id(matrix.scales))
-        half = layout.n // 2
+        layout, half = matrix.layout, matrix.layout.n // 2
         tiles = 2 * (-(-half // TILE_ROWS)) if gated else layout.tiles
         entry = {"kind": "linear", "format": matrix.format, "n": layout.n, "k": layout.k}
         if gated:
             entry["gated"] = True
         if matrix.experts:
             entry["experts"] = matrix.experts
+        if matrix.outlier_columns:
+            entry["columns"] = list(matrix.outlier_columns)
         size = tiles * layout.tile_bytes * (matrix.experts or 1)
 
         def chunks() -> Iterator[Array]:
@@ -122,7 +160,32 @@ class WeightsFile:
                         packed = interleave_tiles(packed, up)
                     yield packed
 
-        return self._add(key, entry, size, matrix.values, chunks)
+        return self._add_rounded(
+            ("linear", gated, matrix.stored), matrix.rounding, entry, size, matrix, chunks
+        )
+
+    def _add_rounded(
+        self,
+        key: Hashable,
+        rounding: dict[str, Any] | None,
+        entry: dict[str, Any],
+        size: int,
+        matrix: Matrix,
+        chunks: Callable[[], Iterator[Array]],
+    ) -> int:
+        """Share one entry between look-ups and products that round alike; products that do not get one each."""
+        uses = self._roundings.setdefault(key, [])
+        for use in uses:
+            if rounding is None or use.rounding is None or use.rounding == rounding:
+                if use.rounding is None and rounding is not None:
+                    use.rounding = rounding
+                    self.entries[use.index].update(rounding)
+                return use.index
+        entry = {**entry, **(rounding or {})}
+        index = self._add((key, len(uses)), entry, size, matrix.values, chunks)
+        self._held.append(matrix)
+        uses.append(_Use(index, rounding))
+        return index
 
     def add_table(self, weight: Weight) -> int:
         """Register a weight [N, ...] as N rows of float32."""
@@ -174,7 +237,9 @@ class WeightsFile:
             if entry["kind"] == "linear":
                 for leaf in leaves:
                     forms.setdefault(leaf, []).append(
-                        entry["format"] + (" (gated)" if "gated" in entry else "")
+                        entry["format"]
+                        + (f" for {entry['activation']}" if "activation" in entry else "")
+                        + (" (gated)" if "gated" in entry else "")
                     )
         return [
             f"{leaf} is stored {len(f)} times: as {', '.join(f)}" for leaf, f in forms.items() if len(f) > 1

@@ -38,11 +38,18 @@ const Kernels& table(const std::string& isa) {
   return *found;
 }
 
-WeightFormat parse_format(const std::string& name) {
-  for (int32_t i = 0; i < static_cast<int32_t>(std::size(kWeightFormatNames)); i++) {
-    if (name == kWeightFormatNames[i]) return static_cast<WeightFormat>(i);
+/// The weight of these names: `activation` empty for the format's default.
+LinearWeight parse_weight(const std::string& format, const std::string& activation, float scale, int64_t n, int64_t k,
+                          const uint8_t* data) {
+  WeightFormat weight;
+  if (!parse_weight_format(format.c_str(), weight)) throw std::invalid_argument("no weight format named " + format);
+  ActivationFormat rounding = default_activation(weight);
+  if (!activation.empty() && !parse_activation_format(activation.c_str(), rounding)) {
+    throw std::invalid_argument("no activation format named " + activation);
   }
-  throw std::invalid_argument("no weight format named " + name);
+  require(activation_fits(weight, rounding), "the weight does not take this activation format");
+  rounding.scale = scale;
+  return make_linear_weight(weight, rounding, n, k, data);
 }
 
 /// Bytes at a cache line's start, as the kernels require of weights and prepared rows.
@@ -61,13 +68,27 @@ class AlignedBytes {
 /// A packed weight that owns a copy of its bytes.
 struct Weight {
   AlignedBytes bytes;
+  std::vector<int32_t> columns, keep;
   LinearWeight view;
 
-  Weight(const std::string& format, int64_t n, int64_t k, const Bytes& data)
-      : bytes(data.size()), view(make_linear_weight(parse_format(format), n, k, bytes.get())) {
+  Weight(const std::string& format, int64_t n, int64_t k, const Bytes& data, const std::string& activation,
+         float activation_scale, std::vector<int32_t> outliers)
+      : bytes(data.size()),
+        columns(std::move(outliers)),
+        view(parse_weight(format, activation, activation_scale, n, k, bytes.get())) {
+    if (!columns.empty()) {
+      require(takes_outliers(view.format), "only int8 weights keep columns apart");
+      keep.assign(static_cast<size_t>(k), -1);
+      for (size_t i = 0; i < columns.size(); i++) {
+        require(0 <= columns[i] && columns[i] < k && (i == 0 || columns[i - 1] < columns[i]), "columns must ascend");
+        keep[static_cast<size_t>(columns[i])] = 0;
+      }
+      set_outliers(view, columns.data(), static_cast<int64_t>(columns.size()), keep.data());
+    }
     require(static_cast<int64_t>(data.size()) == linear_weight_bytes(view), "data has the wrong number of bytes");
     std::memcpy(bytes.get(), data.data(), data.size());
   }
+  Weight(const Weight&) = delete;  // the view points into the vectors
 };
 
 /// Rows that `prepare` wrote.
@@ -162,10 +183,13 @@ void bind_kernels(nb::module_& native) {
       .value("exp", Activation::exp)
       .value("softplus", Activation::softplus);
   nb::class_<Weight>(m, "Weight", "A packed weight [n, k]; formats.h describes the bytes.")
-      .def(nb::init<const std::string&, int64_t, int64_t, const Bytes&>(), "format"_a, "n"_a, "k"_a, "data"_a)
+      .def(nb::init<const std::string&, int64_t, int64_t, const Bytes&, const std::string&, float, std::vector<int32_t>>(),
+           "format"_a, "n"_a, "k"_a, "data"_a, "activation"_a = "", "activation_scale"_a = 0.0f,
+           "columns"_a = std::vector<int32_t>())
       .def_prop_ro("tiles", [](const Weight& w) { return w.view.tiles; })
       .def_prop_ro("tile_bytes", [](const Weight& w) { return w.view.tile_bytes; })
-      .def_prop_ro("k_padded", [](const Weight& w) { return w.view.k_padded; });
+      .def_prop_ro("k_padded", [](const Weight& w) { return w.view.k_padded; })
+      .def_prop_ro("group", [](const Weight& w) { return w.view.group; });
   nb::class_<Prepared>(m, "Prepared", "Activations as a linear reads them.")
       .def("rows", [](const Prepared& p) {
         return nb::ndarray<const uint8_t, nb::numpy, nb::ndim<2>>(
@@ -173,7 +197,7 @@ void bind_kernels(nb::module_& native) {
       });
   m.def("isas", &available_isas, "Variants that this machine runs, best first.");
   m.def("weight_bytes", [](const std::string& format, int64_t n, int64_t k) {
-    return linear_weight_bytes(make_linear_weight(parse_format(format), n, k, nullptr));
+    return linear_weight_bytes(parse_weight(format, "", 0.0f, n, k, nullptr));
   });
   m.def("prepare", &prepare, "isa"_a, "weight"_a, "x"_a);
   m.def("linear", &linear, "isa"_a, "weight"_a, "prepared"_a, "y"_a, "bias"_a.none(), "row0"_a, "row1"_a, "tile0"_a,

@@ -17,11 +17,13 @@
 //   prepare(weight, x, ldx, rows, prepared)                  each row of x becomes one block of prepared_row_bytes(weight)
 //   linear(weight, prepared, rows, t0, t1, bias, y, ldy)     outputs 16*t0 .. 16*t1-1 of each row
 //
-// A prepared row depends only on x and on the weight's activation format (format, k, group): siblings that share these may
-// share it. Its content belongs to the variant. Today: f32 and bf16 hold the values; the integer formats hold k int8 codes,
-// then a f32 scale per group, then a 32-bit word per group that carries the sum of the codes for the weight's offset.
-// Activations are quantised per row and group, symmetric: scale = max|x| / 127, code = round to nearest even of
-// x * (127 / max|x|). A group whose max|x| is below 2^-100 counts as zero.
+// A prepared row depends only on x and on how the weight rounds its input (activation, k, group, columns kept apart): siblings
+// that share these may share it. Its content belongs to the variant. Today: f32 and bf16 hold the values; the integer formats
+// hold k int8 codes, then a f32 scale per group, then a 32-bit word per group that carries the sum of the codes for the weight's
+// offset, then the columns kept apart in bf16.
+// Activations are quantised symmetrically. A scale of a row and group, or of a row: max|x| / 127, code = round to nearest even
+// of x * (127 / max|x|); where max|x| is below 2^-100 it counts as zero. One given scale: code = round to nearest even of
+// x / scale, clamped to -127..127; a row that holds NaN has the scale NaN. Columns kept apart are zero before all that.
 #pragma once
 
 #include <cstdint>
@@ -64,8 +66,8 @@ struct Kernels {
   void (*linear)(const LinearWeight& weight, const uint8_t* prepared, int64_t rows, int64_t t0, int64_t t1,
                  const float* bias, float* y, int64_t ldy);
 
-  /// out[r * ldo + c] = scale * w[ids[r]][c] for c < weight.k: the rows of a packed weight, dequantised (any format; a tied
-  /// head and embedding are stored once). Every id must lie in 0..n-1: the caller checks.
+  /// out[r * ldo + c] = scale * w[ids[r]][c] for c < weight.k: the rows of a packed weight, dequantised (any format but with
+  /// columns kept apart; a tied head and embedding are stored once). Every id must lie in 0..n-1: the caller checks.
   void (*embedding)(const LinearWeight& weight, const int32_t* ids, int64_t rows, float scale, float* out, int64_t ldo);
 
   // --- Rows (rows.inl): each call handles one row of `dim` values; y may be x ------------------------------------------

@@ -8,14 +8,23 @@ namespace ew::EW_ISA_NS {
 
 static void linear(const LinearWeight& weight, const uint8_t* prepared, int64_t rows, int64_t t0, int64_t t1,
                    const float* bias, float* y, int64_t ldy) {
-  switch (weight.format) {
-    case WeightFormat::f32: return linear_format<Float<Float32Step>>(weight, prepared, rows, t0, t1, bias, y, ldy);
-    case WeightFormat::bf16: return linear_format<Float<Bfloat16Step>>(weight, prepared, rows, t0, t1, bias, y, ldy);
-    case WeightFormat::int8: return linear_format<Int8<false>>(weight, prepared, rows, t0, t1, bias, y, ldy);
-    case WeightFormat::int8_g32: return linear_format<Int8<true>>(weight, prepared, rows, t0, t1, bias, y, ldy);
-    case WeightFormat::int4_g32:
-    case WeightFormat::int4_g64:
-    case WeightFormat::int4_g128: return linear_format<Int4>(weight, prepared, rows, t0, t1, bias, y, ldy);
+  const auto run = [&](auto format) EW_INLINE_LAMBDA {
+    linear_format<decltype(format)>(weight, prepared, rows, t0, t1, bias, y, ldy);
+  };
+  switch (weight.format.kind) {
+    case WeightKind::f32: return run(Float<Float32Step>{});
+    case WeightKind::bf16: return run(Float<Bfloat16Step>{});
+    case WeightKind::fp8: return run(Fp8{});
+    case WeightKind::symmetric:
+      return weight.format.group == 0 ? run(Integer<8, Scales::channel>{}) : run(Integer<8, Scales::group>{});
+    case WeightKind::offset:
+    case WeightKind::zero:
+      switch (weight.format.bits) {
+        case 2: return run(Integer<2, Scales::offset>{});
+        case 3: return run(Integer<3, Scales::offset>{});
+        case 4: return run(Integer<4, Scales::offset>{});
+        default: return run(Integer<8, Scales::offset>{});
+      }
   }
 }
 

@@ -42,8 +42,12 @@ struct BlockInput {
   int64_t tile_bytes;
   int64_t row_bytes;
   int64_t k_padded;
-  int64_t group;
+  int64_t group;         // of LinearWeight: k values that share all scales
+  int64_t group_shift;   // group g of them lies in the weight's group g >> group_shift
   int64_t header_bytes;
+  int64_t second_bytes;  // from a group's scale to what stands beside it
+  bool zero_points;      // that is a zero point, else an offset
+  int64_t outlier_pairs;
   PreparedLayout layout;
   int64_t prefetch_bytes;
 };
@@ -82,6 +86,13 @@ EW_INLINE void linear_rows(BlockInput in, BlockOutput out, int64_t rows) {
   }
 }
 
+EW_INLINE int64_t group_shift(const LinearWeight& weight) {
+  if (weight.format.group == 0) return 62;  // all groups are the weight's only one
+  int64_t shift = 0;
+  while ((weight.group << shift) < weight.format.group) shift++;
+  return shift;
+}
+
 /// The whole call. Chunks of rows are outermost, so that one chunk's activations stay in cache; inside, each tile is read
 /// from memory once and serves all rows of the chunk.
 template <class Format>
@@ -97,7 +108,11 @@ static void linear_format(const LinearWeight& weight, const uint8_t* prepared, i
                      .row_bytes = layout.row_bytes,
                      .k_padded = weight.k_padded,
                      .group = weight.group,
+                     .group_shift = group_shift(weight),
                      .header_bytes = tile_header_bytes(weight.format, weight.k_padded),
+                     .second_bytes = weight_groups(weight.format, weight.k_padded) * 32,
+                     .zero_points = weight.format.kind == WeightKind::zero,
+                     .outlier_pairs = (weight.outliers + 1) / 2,
                      .layout = layout,
                      .prefetch_bytes = one_stream ? kPrefetchBytes : kBlockTiles * weight.tile_bytes};
     const auto output = [&](int64_t t) EW_INLINE_LAMBDA {

@@ -1,7 +1,7 @@
-// Linears on f32 and bf16 weights and activations, summed in fp32.
+// Linears on f32, bf16 and fp8 weights: f32 activations for f32, bf16 for the others, summed in fp32.
 //
-// Every output has two sums, over the even and the odd steps of k (a step is one k for f32, a pair for bf16), added at the
-// end: for one row, one sum alone would wait for the adder; and all row counts must use the same order.
+// Every output has two sums, over the even and the odd steps of k (a step is one k for f32, a pair for the others), added at
+// the end: for one row, one sum alone would wait for the adder; and all row counts must use the same order.
 #pragma once
 
 #include "linear_blocks.inl"
@@ -60,6 +60,46 @@ struct Float {
     if (steps % 2 != 0) step(Index<0>{});
     unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
       unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA { store_outputs(out, m, t, add(sum[m][t][0], sum[m][t][1])); });
+    });
+  }
+};
+
+/// fp8: codes become bf16 exactly, and the output's scale multiplies the sum.
+struct Fp8 {
+  static constexpr int kBlockRows = kBfloat16Rows;
+
+  template <int Rows, int Tiles>
+  __attribute__((noinline)) static void block(const BlockInput& input, const BlockOutput& output) {
+    const BlockInput in = input;
+    const BlockOutput out = output;
+    F16 sum[Rows][Tiles][2];
+    unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
+      unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA { sum[m][t][0] = sum[m][t][1] = zero(); });
+    });
+    const uint8_t* w = in.tile + in.header_bytes;
+    const uint8_t* a = in.rows;
+    for (int64_t k = 0; k < in.k_padded; k += 4) {
+      Fp8Pairs pairs[Tiles];
+      unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
+        pairs[t] = fp8_pairs(load_bytes(w + t * in.tile_bytes));
+        prefetch_t0(w + t * in.tile_bytes + in.prefetch_bytes);
+      });
+      unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
+        unroll<2>([&](auto parity) EW_INLINE_LAMBDA {
+          const BF2 value = broadcast_bf2(reinterpret_cast<const uint16_t*>(a + m * in.row_bytes + 4 * parity));
+          unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
+            sum[m][t][parity] = dot2_bf16(sum[m][t][parity], parity == 0 ? pairs[t].first : pairs[t].second, value);
+          });
+        });
+      });
+      w += 64;
+      a += 8;
+    }
+    unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
+      const F16 scale = load(reinterpret_cast<const float*>(in.tile + t * in.tile_bytes));
+      unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
+        store_outputs(out, m, t, mul(mul(add(sum[m][t][0], sum[m][t][1]), set1(kFp8Unit)), scale));
+      });
     });
   }
 };

@@ -1,7 +1,9 @@
-// Linears on int8 activations: weights of 4 or 8 bits, sums of products in int32 within a group, fp32 across groups.
+// Linears on int8 activations: weights of 2, 3, 4 or 8 bits, sums of products in int32 within a group, fp32 across groups.
 //
 // Sums within a group are exact, so they may be split over several registers in any way; the fp32 steps are, for each group
-// in order, y += (weight scale * activation scale) * sum and, for int4, y += offset * (activation scale * sum of codes).
+// in order, y += (weight scale * activation scale) * sum and, where the weight has offsets, y += offset * (activation scale *
+// sum of codes). A group is the activation's: a weight's group may be several of them, and a scale an output is all of them.
+// Columns kept apart come last: the dot product of their bf16 values, in order, added to the sum of the groups.
 #pragma once
 
 #include "linear_blocks.inl"
@@ -37,10 +39,10 @@ EW_INLINE const int8_t* codes_of_row(const BlockInput& in, int row) {
 EW_INLINE F16 activation_scale(const BlockInput& in, int row, int64_t group) {
   return set1(reinterpret_cast<const float*>(in.rows + row * in.row_bytes + in.layout.scales)[group]);
 }
-/// The header's f16 numbers of one group: `which` 0 for scales, 1 for offsets.
+/// The header's f16 numbers of activation group `group`: `which` 0 for scales, 1 for what stands beside them.
 EW_INLINE F16 header_f16(const BlockInput& in, int tile, int64_t group, int which) {
-  const uint8_t* header = in.tile + tile * in.tile_bytes + which * in.layout.groups * 32;
-  return load_f16(reinterpret_cast<const uint16_t*>(header) + group * 16);
+  const uint8_t* header = in.tile + tile * in.tile_bytes + which * in.second_bytes;
+  return load_f16(reinterpret_cast<const uint16_t*>(header) + (group >> in.group_shift) * 16);
 }
 
 EW_INLINE void prefetch_header(const BlockInput& in) {
@@ -55,76 +57,64 @@ EW_INLINE void keep_sums(I16 (&sum)[Rows][Tiles][Chains]) {
   });
 }
 
-struct Int4 {
-  static constexpr int kBlockRows = kIntegerRows;
+/// How codes of one width lie in the body: a step of `kQuads` times 4 k in `kBytes` bytes. `Raw` is what is loaded once for
+/// all of a step's quads, and `quad<Q>` gives the bytes of the four k from 4Q.
+template <int Bits>
+struct Codes;
 
-  template <int Rows, int Tiles>
-  __attribute__((noinline)) static void block(const BlockInput& input, const BlockOutput& output) {
-    const BlockInput in = input;
-    const BlockOutput out = output;
-    // Few sums leave the adders waiting for one another: low and high nibbles then have a sum each.
-    constexpr int kChains = Rows * Tiles <= 4 ? 2 : 1;
-    FloatSums<Rows, Tiles> y;
-    y.clear();
-    prefetch_header(in);
-    const uint8_t* body = in.tile + in.header_bytes;
-    const int8_t* codes = codes_of_row(in, 0);
-    for (int64_t g = 0; g < in.layout.groups; g++) {
-      I16 sum[Rows][Tiles][kChains];
-      unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
-        unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
-          unroll<kChains>([&](auto c) EW_INLINE_LAMBDA { sum[m][t][c] = zero_i32(); });
-        });
-      });
-      for (int64_t k = 0; k < in.group; k += 8) {
-        B64 low[Tiles], high[Tiles];
-        unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
-          const uint8_t* p = body + t * in.tile_bytes;
-          const B64 pairs = load_bytes(p);
-          prefetch_t0(p + in.prefetch_bytes);
-          low[t] = low_nibbles(pairs);
-          high[t] = high_nibbles(pairs);
-        });
-        unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
-          const S8x4 a = broadcast_s8x4(codes + m * in.row_bytes);
-          unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA { sum[m][t][0] = dot4_u4s8(sum[m][t][0], low[t], a); });
-        });
-        unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
-          const S8x4 a = broadcast_s8x4(codes + m * in.row_bytes + 4);
-          unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
-            sum[m][t][kChains - 1] = dot4_u4s8(sum[m][t][kChains - 1], high[t], a);
-          });
-        });
-        body += 64;
-        codes += 8;
-      }
-      keep_sums(sum);
-      unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
-        const F16 scale = header_f16(in, t, g, 0);
-        const F16 offset = header_f16(in, t, g, 1);
-        unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
-          const float* words = reinterpret_cast<const float*>(in.rows + m * in.row_bytes + in.layout.words);
-          const I16 total = kChains == 1 ? sum[m][t][0] : add(sum[m][t][0], sum[m][t][kChains - 1]);
-          const F16 scaled = fmadd(to_f32(total), mul(scale, activation_scale(in, m, g)), y.get(m, t));
-          y.set(m, t, fmadd(offset, set1(words[g]), scaled));
-        });
-      });
-    }
-    unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
-      unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA { store_outputs(out, m, t, y.get(m, t)); });
-    });
-  }
+template <>
+struct Codes<8> {
+  static constexpr int kQuads = 2, kBytes = 128;
+  struct Raw { const uint8_t* p; };
+  EW_INLINE_LAMBDA static Raw load(const uint8_t* p) { return {p}; }
+  template <int Q>
+  EW_INLINE_LAMBDA static B64 quad(Raw raw) { return load_bytes(raw.p + 64 * Q); }
 };
 
-/// int8: one weight scale per output (GroupScales false), or one per output and group (true).
-template <bool GroupScales>
-struct Int8 {
+template <>
+struct Codes<4> {
+  static constexpr int kQuads = 2, kBytes = 64;
+  using Raw = B64;
+  EW_INLINE_LAMBDA static Raw load(const uint8_t* p) { return load_bytes(p); }
+  template <int Q>
+  EW_INLINE_LAMBDA static B64 quad(Raw raw) { return Q == 0 ? low_nibbles(raw) : high_nibbles(raw); }
+};
+
+template <>
+struct Codes<2> {
+  static constexpr int kQuads = 4, kBytes = 64;
+  using Raw = B64;
+  EW_INLINE_LAMBDA static Raw load(const uint8_t* p) { return load_bytes(p); }
+  template <int Q>
+  EW_INLINE_LAMBDA static B64 quad(Raw raw) { return bit_pairs<Q>(raw); }
+};
+
+template <>
+struct Codes<3> {
+  static constexpr int kQuads = 4, kBytes = 96;
+  struct Raw { B64 low; const uint8_t* high; };
+  EW_INLINE_LAMBDA static Raw load(const uint8_t* p) { return {loadu_bytes(p), p + 64}; }
+  template <int Q>
+  EW_INLINE_LAMBDA static B64 quad(Raw raw) { return add_fours<Q>(bit_pairs<Q>(raw.low), raw.high); }
+};
+
+/// Where the weight's scales stand, and whether its codes have an offset.
+enum class Scales {
+  channel,  // one f32 an output, applied at the end; codes are stored 128 too large
+  group,    // one f16 an output and group; codes are stored 128 too large
+  offset,   // f16 pairs: scale, and offset or zero point
+};
+
+template <int Bits, Scales Kind>
+struct Integer {
   static constexpr int kBlockRows = kIntegerRows;
 
   template <int Rows, int Tiles>
   __attribute__((noinline)) static void block(const BlockInput& input, const BlockOutput& output) {
+    using Code = Codes<Bits>;
     const BlockInput in = input;
     const BlockOutput out = output;
+    // Few sums leave the adders waiting for one another: even and odd quads then have a sum each.
     constexpr int kChains = Rows * Tiles <= 4 ? 2 : 1;
     FloatSums<Rows, Tiles> y;
     y.clear();
@@ -137,46 +127,89 @@ struct Int8 {
         // Stored codes are 128 too large: begin at -128 times the sum of the activations' codes.
         const int32_t* words = reinterpret_cast<const int32_t*>(in.rows + m * in.row_bytes + in.layout.words);
         unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
-          sum[m][t][0] = set1_i32(words[g]);
+          sum[m][t][0] = Kind == Scales::offset ? zero_i32() : set1_i32(words[g]);
           if constexpr (kChains == 2) sum[m][t][1] = zero_i32();
         });
       });
-      for (int64_t k = 0; k < in.group; k += 8) {
-        unroll<2>([&](auto half) EW_INLINE_LAMBDA {
-          B64 w[Tiles];
-          unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
-            const uint8_t* p = body + t * in.tile_bytes + half * 64;
-            w[t] = load_bytes(p);
-            prefetch_t0(p + in.prefetch_bytes);
+      for (int64_t k = 0; k < in.group; k += 4 * Code::kQuads) {
+        typename Code::Raw raw[Tiles];
+        unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
+          const uint8_t* p = body + t * in.tile_bytes;
+          raw[t] = Code::load(p);
+          unroll<(Code::kBytes + 63) / 64>([&](auto line) EW_INLINE_LAMBDA {
+            prefetch_t0(p + in.prefetch_bytes + 64 * line);
           });
-          constexpr int kChain = half * (kChains - 1);
+        });
+        unroll<Code::kQuads>([&](auto q) EW_INLINE_LAMBDA {
+          B64 w[Tiles];
+          unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA { w[t] = Code::template quad<q>(raw[t]); });
+          constexpr int kChain = q % 2 * (kChains - 1);
           unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
-            const S8x4 a = broadcast_s8x4(codes + m * in.row_bytes + half * 4);
+            const S8x4 a = broadcast_s8x4(codes + m * in.row_bytes + 4 * q);
             unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
-              sum[m][t][kChain] = dot4_u8s8(sum[m][t][kChain], w[t], a);
+              I16& total = sum[m][t][kChain];
+              if constexpr (Bits == 8) total = dot4_u8s8(total, w[t], a);
+              else total = dot4_u4s8(total, w[t], a);
             });
           });
         });
-        body += 128;
-        codes += 8;
+        body += Code::kBytes;
+        codes += 4 * Code::kQuads;
       }
       keep_sums(sum);
       unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
-        F16 weight_scale = zero();
-        if constexpr (GroupScales) weight_scale = header_f16(in, t, g, 0);
+        F16 scale = zero(), offset = zero();
+        if constexpr (Kind != Scales::channel) scale = header_f16(in, t, g, 0);
+        if constexpr (Kind == Scales::offset) {
+          offset = header_f16(in, t, g, 1);
+          if (in.zero_points) offset = neg(mul(scale, offset));
+        }
         unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
           const F16 total = to_f32(kChains == 1 ? sum[m][t][0] : add(sum[m][t][0], sum[m][t][kChains - 1]));
-          F16 scale = activation_scale(in, m, g);
-          if constexpr (GroupScales) scale = mul(weight_scale, scale);
-          y.set(m, t, fmadd(total, scale, y.get(m, t)));
+          F16 both = activation_scale(in, m, g);
+          if constexpr (Kind != Scales::channel) both = mul(scale, both);
+          F16 value = fmadd(total, both, y.get(m, t));
+          if constexpr (Kind == Scales::offset) {
+            const float* words = reinterpret_cast<const float*>(in.rows + m * in.row_bytes + in.layout.words);
+            value = fmadd(offset, set1(words[g]), value);
+          }
+          y.set(m, t, value);
         });
       });
     }
-    unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
-      const F16 scale = load(reinterpret_cast<const float*>(in.tile + t * in.tile_bytes));
-      unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
-        store_outputs(out, m, t, GroupScales ? y.get(m, t) : mul(y.get(m, t), scale));
+    if constexpr (Kind == Scales::channel) {
+      unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
+        const F16 scale = load(reinterpret_cast<const float*>(in.tile + t * in.tile_bytes));
+        unroll<Rows>([&](auto m) EW_INLINE_LAMBDA { y.set(m, t, mul(y.get(m, t), scale)); });
       });
+      if (in.outlier_pairs > 0) add_outliers(in, y);
+    }
+    unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
+      unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA { store_outputs(out, m, t, y.get(m, t)); });
+    });
+  }
+
+  /// y += the columns kept apart.
+  template <int Rows, int Tiles>
+  EW_INLINE_LAMBDA static void add_outliers(const BlockInput& in, FloatSums<Rows, Tiles>& y) {
+    F16 sum[Rows][Tiles];
+    unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
+      unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA { sum[m][t] = zero(); });
+    });
+    const uint8_t* body = in.tile + in.header_bytes + in.k_padded * kTileRows;
+    const uint8_t* values = in.rows + in.layout.outliers;
+    for (int64_t pair = 0; pair < in.outlier_pairs; pair++) {
+      unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
+        const BF2 a = broadcast_bf2(reinterpret_cast<const uint16_t*>(values + m * in.row_bytes));
+        unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA {
+          sum[m][t] = dot2_bf16(sum[m][t], load_bytes(body + t * in.tile_bytes), a);
+        });
+      });
+      body += 64;
+      values += 4;
+    }
+    unroll<Rows>([&](auto m) EW_INLINE_LAMBDA {
+      unroll<Tiles>([&](auto t) EW_INLINE_LAMBDA { y.set(m, t, add(y.get(m, t), sum[m][t])); });
     });
   }
 };

@@ -193,6 +193,41 @@ class Parser {
         }
     }
 
+    static ActivationFormat parse_activation(const Node &node, WeightFormat format, const std::string &weight) {
+        ActivationFormat activation = default_activation(format);
+        if (node.has("activation")) {
+            const std::string name = node.text("activation");
+            if (!parse_activation_format(name.c_str(), activation) || !activation_fits(format, activation))
+                refuse(node.where, "a weight of format " + weight + " does not take the activation '" + name + "'");
+        }
+        if (activation.kind == ActivationKind::fixed) {
+            activation.scale = node.real("activation_scale");
+            if (!(activation.scale > 0 && activation.scale <= std::numeric_limits<float>::max()))
+                refuse(node.where, "'activation_scale' must be a finite number above 0");
+        } else if (node.has("activation_scale")) {
+            refuse(node.where, "'activation_scale' belongs to the activation int8_static alone");
+        }
+        return activation;
+    }
+
+    // The columns that an int8 weight keeps apart.
+    static void parse_columns(const Node &node, Weight &weight) {
+        if (!takes_outliers(weight.linear.format) || weight.experts != 1)
+            refuse(node.where, "only an int8 weight that is no stack of experts keeps columns apart");
+        const auto &list = node.list("columns");
+        if (list.empty())
+            refuse(node.where, "'columns' is empty");
+        if (weight.k > std::numeric_limits<int32_t>::max())
+            refuse(node.where, "too large");
+        int64_t least = 0;
+        for (const Json &entry : list) {
+            const int64_t column = Node::to_integer(entry, node.where, "columns", least, weight.k - 1);
+            weight.columns.push_back(int32_t(column));
+            least = column + 1;
+        }
+        set_outliers(weight.linear, weight.columns.data(), int64_t(weight.columns.size()), nullptr);
+    }
+
     void parse_weights() {
         const auto &list = root_.list("weights");
         for (size_t i = 0; i < list.size(); ++i) {
@@ -213,14 +248,18 @@ class Parser {
             if (weight.kind == Weight::Kind::linear) {
                 weight.experts = node.integer_or("experts", 1, 1, 1 << 20);
                 weight.gated = node.flag_or("gated", false);
-                static const char *const formats[] = {"f32", "bf16", "int8", "int8_g32", "int4_g32", "int4_g64",
-                                                      "int4_g128"};
-                const auto format = WeightFormat(node.choice("format", formats));
+                WeightFormat format;
+                const std::string name = node.text("format");
+                if (!parse_weight_format(name.c_str(), format))
+                    refuse(node.where, "unknown format '" + name + "'; known: " + kWeightFormatNames);
+                const ActivationFormat activation = parse_activation(node, format, name);
                 if (weight.gated && weight.n % 2 != 0)
                     refuse(node.where, "a gated weight has an even number of rows, found " + number(weight.n));
                 // The kernels see a gated weight as a plain one whose rows are the padded, interleaved halves.
                 const int64_t rows = weight.gated ? 2 * ((weight.n / 2 + 15) / 16 * 16) : weight.n;
-                weight.linear = make_linear_weight(format, rows, weight.k, nullptr);
+                weight.linear = make_linear_weight(format, activation, rows, weight.k, nullptr);
+                if (node.has("columns"))
+                    parse_columns(node, weight);
                 needed = weight.expert_bytes();
                 if (needed > (int64_t(1) << 52) / weight.experts)
                     refuse(node.where, "too large");
@@ -239,6 +278,12 @@ class Parser {
                 refuse(node.where, "bytes " + number(weight.offset) + " to " + number(weight.offset + weight.bytes) +
                                        " do not lie in the weights file of " + number(weights_bytes_) +
                                        " bytes (offsets are multiples of 64)");
+            if (!weight.columns.empty()) { // now that k is known to be no larger than the file
+                weight.keep.assign(size_t(weight.k), -1);
+                for (int32_t column : weight.columns)
+                    weight.keep[size_t(column)] = 0;
+                weight.linear.keep = weight.keep.data();
+            }
             program_.weights.push_back(std::move(weight));
         }
     }
@@ -249,8 +294,7 @@ class Parser {
             const Node node(list[g], "KV group " + number(int64_t(g)));
             KvGroup group;
             group.window = int(node.integer("window", 0, std::numeric_limits<int32_t>::max()));
-            static const char *const formats[] = {"f32", "bf16"};
-            group.format = node.choice("format", formats) == 0 ? KvFormat::f32 : KvFormat::bf16;
+            group.format = KvFormat(node.choice("format", kKvFormatNames));
             group.page_size = int(node.integer("page_size", 16, 32));
             if (group.page_size != 16 && group.page_size != 32)
                 refuse(node.where, "page_size must be 16 or 32, found " + number(group.page_size));
@@ -260,7 +304,9 @@ class Parser {
                 kv.kv_heads = int(layer.integer("kv_heads", 1, 1 << 16));
                 kv.key_dim = int(layer.integer("key_dim", 1, 1 << 16));
                 kv.value_dim = int(layer.integer("value_dim", 1, 1 << 16));
-                kv.layout = make_kv_layout(group.format, kv.kv_heads, kv.key_dim, kv.value_dim, group.page_size);
+                const KvFormat format =
+                    layer.has("format") ? KvFormat(layer.choice("format", kKvFormatNames)) : group.format;
+                kv.layout = make_kv_layout(format, kv.kv_heads, kv.key_dim, kv.value_dim, group.page_size);
                 group.layers.push_back(kv);
             }
             if (group.layers.empty())
@@ -597,6 +643,9 @@ class Parser {
             code.experts = attrs.integer("experts", 1, 1 << 20);
             code.top_k = attrs.integer("top_k", 1, code.experts);
             const Weight &up = matrix(context, 0, true, code.experts), &down = matrix(context, 2, false, code.experts);
+            for (const Weight *stack : {&up, &down})
+                if (stack->linear.outliers > 0 || stack->linear.activation.kind == ActivationKind::fixed)
+                    refuse(where, "experts take neither columns kept apart nor the activation int8_static");
             expect(context, code.in[0], "x", up.k);
             expect(context, code.in[1], "index", code.top_k, DType::i32);
             expect(context, code.in[2], "weight", code.top_k);
@@ -633,6 +682,8 @@ class Parser {
         const Weight *table = weight(context, 0);
         if (!table || table->kind == Weight::Kind::vector || table->gated || table->experts != 1)
             refuse(context.node.where, "the table must be a linear or table weight");
+        if (table->linear.outliers > 0)
+            refuse(context.node.where, "the table keeps columns apart, which a look-up does not read");
         code.scale = attrs.real_or("scale", 1);
         code.index_offset = attrs.integer_or("offset", 0, -kMaxExtent, kMaxExtent);
         int64_t count = 1;

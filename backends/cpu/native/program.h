@@ -29,6 +29,7 @@ struct Weight {
     Kind kind;
     DType dtype = DType::f32;  // of tables and vectors
     LinearWeight linear{};     // kind linear: geometry of one expert; data is set when the weights are mapped
+    std::vector<int32_t> columns, keep; // what linear points at where columns are kept apart
     int64_t n = 0, k = 1;      // rows and columns; a vector has k = 1
     int64_t experts = 1;
     bool gated = false;
@@ -43,7 +44,7 @@ struct KvLayer {
 };
 struct KvGroup {
     int window = 0;
-    KvFormat format = KvFormat::f32;
+    KvFormat format = KvFormat::f32; // of its layers, unless they say otherwise
     int page_size = 16;
     std::vector<KvLayer> layers;
 };

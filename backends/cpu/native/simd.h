@@ -29,7 +29,11 @@
 //            dot4_u4s8: the same where every w byte is <= 15 (a cheaper form exists on AVX2)
 //            dot2_bf16(acc, w, a): acc[l] += w.bf16[2l] * a[0] + w.bf16[2l+1] * a[1], fp32 sums, order fixed per variant
 //            broadcast_s8x4(p), broadcast_bf2(p); the dots also take the pointer itself
-// Nibbles    low_nibbles(b), high_nibbles(b): each byte's half as a byte 0..15
+//            widen_codes(p): 32 int8 as bf16, in order, exactly
+// Nibbles    low_nibbles(b), high_nibbles(b): each byte's half as a byte 0..15; bit_pairs<Q>(b): (byte >> 2Q) & 3
+//            add_fours<Q>(b, p): b | 4 in every byte i whose bit is set: bit (2Q + 2 + i / 32) % 8 of p[i % 32]
+// Fp8        fp8_pairs(b): float8 e4m3fn codes times 2^-8 as bf16, `first` and `second`: within each 16 bytes, codes
+//            8p + 2l and 8p + 2l + 1 become lane l of 4 of half p. The shifted exponent saves an addition
 // Unroll     unroll<N>([&](auto i) EW_INLINE_LAMBDA { ... }): N copies of the body, i a compile-time constant
 //
 // Floating point is exact IEEE (-ffp-contract=off, no fast-math): fmadd is fused on avx512 and avx2, and on portable where
@@ -53,6 +57,19 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
+
+namespace ew::EW_ISA_NS {
+
+/// The bf16 of one float8 e4m3fn code (4 bits of exponent with bias 7, no infinity; Micikevicius et al. 2022) times 2^-8.
+EW_INLINE uint16_t fp8_to_bf16(uint8_t code) {
+  constexpr uint16_t subnormal[8] = {0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860};
+  const uint32_t sign = (code & 0x80u) << 8, magnitude = code & 0x7fu;
+  if (magnitude == 0x7f) return static_cast<uint16_t>(sign | 0x7ff0);
+  return static_cast<uint16_t>(sign | (magnitude < 8 ? subnormal[magnitude] : (magnitude << 4) + 0x3800));
+}
+constexpr float kFp8Unit = 256.0f;  // what undoes the 2^-8
+
+}  // namespace ew::EW_ISA_NS
 
 #if defined(EW_ISA_AVX512)
 #include "simd_avx512.h"

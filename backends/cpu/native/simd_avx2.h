@@ -199,6 +199,16 @@ EW_INLINE void store_i8(int8_t* p, I16 a) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
   _mm_storeu_si128(half(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
+/// Pairs of whole numbers of 16 bits as pairs of bf16: the low half of a small whole number's f32 is zero.
+EW_INLINE __m256i bf16_pairs(__m256i pairs) {
+  const __m256 first = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16));
+  const __m256 second = _mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16));
+  return _mm256_or_si256(_mm256_castps_si256(second), _mm256_srli_epi32(_mm256_castps_si256(first), 16));
+}
+EW_INLINE B64 widen_codes(const uint8_t* p) {
+  return {bf16_pairs(_mm256_cvtepi8_epi16(_mm_loadu_si128(half(p)))),
+          bf16_pairs(_mm256_cvtepi8_epi16(_mm_loadu_si128(half(p) + 1)))};
+}
 EW_INLINE F16 load_twice(const float* p) {
   const __m256 a = _mm256_loadu_ps(p);
   return {_mm256_permutevar8x32_ps(a, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
@@ -259,6 +269,43 @@ EW_INLINE B64 low_nibbles(B64 a) {
 }
 EW_INLINE B64 high_nibbles(B64 a) {
   return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)});
+}
+template <int Q> EW_INLINE B64 bit_pairs(B64 a) {
+  const __m256i mask = _mm256_set1_epi8(3);
+  return {_mm256_and_si256(_mm256_srli_epi16(a.lo, 2 * Q), mask), _mm256_and_si256(_mm256_srli_epi16(a.hi, 2 * Q), mask)};
+}
+template <int Q> EW_INLINE B64 add_fours(B64 a, const uint8_t* p) {
+  const __m256i plane = _mm256_loadu_si256(wide(p)), four = _mm256_set1_epi8(4);
+  const __m256i lo = Q < 3 ? _mm256_srli_epi16(plane, 2 * Q) : _mm256_slli_epi16(plane, 2);
+  const __m256i hi = Q < 3 ? _mm256_srli_epi16(plane, 2 * Q + 1) : _mm256_slli_epi16(plane, 1);
+  return {_mm256_or_si256(a.lo, _mm256_and_si256(lo, four)), _mm256_or_si256(a.hi, _mm256_and_si256(hi, four))};
+}
+struct Fp8Pairs { B64 first, second; };
+/// High and low bytes of the bf16 by themselves, then interleaved: by shifts for normal codes, whose exponent's bias grows by
+/// 112, and from tables for the subnormal codes 0..7 and for NaN. Halves of `first` and `second` from 32 codes.
+EW_INLINE void fp8_half(__m256i a, __m256i& first, __m256i& second) {
+  const auto table = [](uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) EW_INLINE_LAMBDA {
+    return _mm256_broadcastsi128_si256(_mm_setr_epi32(static_cast<int>(w0), static_cast<int>(w1), static_cast<int>(w2),
+                                                      static_cast<int>(w3)));
+  };
+  const __m256i magnitude = _mm256_and_si256(a, _mm256_set1_epi8(0x7f));
+  // As signed bytes: code + 1 is at most 8, or -128 for NaN.
+  const __m256i normal = _mm256_cmpgt_epi8(_mm256_add_epi8(magnitude, _mm256_set1_epi8(1)), _mm256_set1_epi8(8));
+  const __m256i low = _mm256_shuffle_epi8(table(0x30201000, 0x70605040, 0xb0a09080, 0xf0e0d0c0), magnitude);
+  const __m256i high = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(7)), _mm256_set1_epi8(0x38));
+  const __m256i low_special = _mm256_shuffle_epi8(table(0xc0800000, 0x60402000, 0, 0xf0000000), magnitude);
+  const __m256i high_special = _mm256_shuffle_epi8(table(0x37373700, 0x38383838, 0, 0x7f000000), magnitude);
+  const __m256i low_bytes = _mm256_blendv_epi8(low_special, low, normal);
+  __m256i high_bytes = _mm256_blendv_epi8(high_special, high, normal);
+  high_bytes = _mm256_or_si256(high_bytes, _mm256_andnot_si256(_mm256_set1_epi8(0x7f), a));
+  first = _mm256_unpacklo_epi8(low_bytes, high_bytes);
+  second = _mm256_unpackhi_epi8(low_bytes, high_bytes);
+}
+EW_INLINE Fp8Pairs fp8_pairs(B64 a) {
+  Fp8Pairs pairs;
+  fp8_half(a.lo, pairs.first.lo, pairs.second.lo);
+  fp8_half(a.hi, pairs.first.hi, pairs.second.hi);
+  return pairs;
 }
 EW_INLINE __m256i broadcast_4_bytes(const void* p) {
   int32_t word;

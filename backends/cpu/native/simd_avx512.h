@@ -133,6 +133,12 @@ EW_INLINE I16 load_u8(const uint8_t* p) {
 EW_INLINE void store_i8(int8_t* p, I16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a.v));
 }
+EW_INLINE B64 widen_codes(const uint8_t* p) {
+  const __m128i* codes = reinterpret_cast<const __m128i*>(p);
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
+  return {reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low))};
+}
 EW_INLINE F16 load_twice(const float* p) {
   const __m512i pairs = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
   return {_mm512_permutexvar_ps(pairs, _mm512_castps256_ps512(_mm256_loadu_ps(p)))};
@@ -166,6 +172,34 @@ EW_INLINE void keep_in_register(I16& a) { asm("" : "+v"(a.v)); }
 EW_INLINE void keep_in_register(F16& a) { asm("" : "+v"(a.v)); }
 EW_INLINE B64 low_nibbles(B64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 EW_INLINE B64 high_nibbles(B64 a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
+template <int Q> EW_INLINE B64 bit_pairs(B64 a) {
+  return {_mm512_and_si512(_mm512_srli_epi16(a.v, 2 * Q), _mm512_set1_epi8(3))};
+}
+template <int Q> EW_INLINE B64 add_fours(B64 a, const uint8_t* p) {
+  const __m512i plane = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  constexpr int kLow = Q < 3 ? 2 * Q : 2, kHigh = Q < 3 ? 2 * Q + 1 : 1;  // shifts that bring the bit to its place
+  const __m512i shifts = _mm512_inserti64x4(_mm512_set1_epi16(kLow), _mm256_set1_epi16(kHigh), 1);
+  const __m512i placed = Q < 3 ? _mm512_srlv_epi16(plane, shifts) : _mm512_sllv_epi16(plane, shifts);
+  return {_mm512_ternarylogic_epi32(a.v, placed, _mm512_set1_epi8(4), 0xf8)};  // a | (placed & 4)
+}
+struct Fp8Pairs { B64 first, second; };
+/// High and low bytes of the bf16 by themselves, then interleaved: by shifts for normal codes, whose exponent's bias grows by
+/// 112, and from tables for the subnormal codes 0..7 and for NaN.
+EW_INLINE Fp8Pairs fp8_pairs(B64 a) {
+  const auto table = [](uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) EW_INLINE_LAMBDA {
+    return _mm512_broadcast_i32x4(_mm_setr_epi32(static_cast<int>(w0), static_cast<int>(w1), static_cast<int>(w2),
+                                                 static_cast<int>(w3)));
+  };
+  const __m512i magnitude = _mm512_and_si512(a.v, _mm512_set1_epi8(0x7f));
+  const __mmask64 special =
+      _mm512_cmpge_epu8_mask(_mm512_sub_epi8(magnitude, _mm512_set1_epi8(8)), _mm512_set1_epi8(0x7f - 8));
+  __m512i low = _mm512_shuffle_epi8(table(0x30201000, 0x70605040, 0xb0a09080, 0xf0e0d0c0), magnitude);
+  low = _mm512_mask_shuffle_epi8(low, special, table(0xc0800000, 0x60402000, 0, 0xf0000000), magnitude);
+  __m512i high = _mm512_ternarylogic_epi32(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(7), _mm512_set1_epi8(0x38), 0xea);
+  high = _mm512_mask_shuffle_epi8(high, special, table(0x37373700, 0x38383838, 0, 0x7f000000), magnitude);
+  high = _mm512_ternarylogic_epi32(high, a.v, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);  // high | (a & 0x80)
+  return {{_mm512_unpacklo_epi8(low, high)}, {_mm512_unpackhi_epi8(low, high)}};
+}
 EW_INLINE __m512i broadcast_4_bytes(const void* p) {
   int32_t word;
   __builtin_memcpy(&word, p, 4);

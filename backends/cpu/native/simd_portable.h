@@ -240,6 +240,15 @@ EW_INLINE void store_i8(int8_t* p, I16 a) {
   const I16 clamped = min(max(a, set1_i32(-128)), set1_i32(127));
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(clamped.q[i / 4][i % 4]);
 }
+EW_INLINE B64 widen_codes(const uint8_t* p) {
+  I16 first, second;
+  for (int i = 0; i < 16; i++) {
+    first.q[i / 4][i % 4] = static_cast<int8_t>(p[2 * i]);
+    second.q[i / 4][i % 4] = static_cast<int8_t>(p[2 * i + 1]);
+  }
+  // The low half of a small whole number's f32 is zero.
+  return as_bytes(or_(as_i32(to_f32(second)), shift_right<16>(as_i32(to_f32(first)))));
+}
 EW_INLINE F16 load_twice(const float* p) {
   return EW_QUARTERS(F16, (Floats4{p[2 * i], p[2 * i], p[2 * i + 1], p[2 * i + 1]}));
 }
@@ -288,6 +297,22 @@ EW_INLINE void keep_in_register(I16&) {}
 EW_INLINE void keep_in_register(F16&) {}
 EW_INLINE B64 low_nibbles(B64 a) { return EW_QUARTERS(B64, a.q[i] & 0x0f0f0f0fu); }
 EW_INLINE B64 high_nibbles(B64 a) { return EW_QUARTERS(B64, (a.q[i] >> 4) & 0x0f0f0f0fu); }
+template <int Q> EW_INLINE B64 bit_pairs(B64 a) { return EW_QUARTERS(B64, (a.q[i] >> (2 * Q)) & 0x03030303u); }
+template <int Q> EW_INLINE B64 add_fours(B64 a, const uint8_t* p) {
+  Words4 plane[2];
+  __builtin_memcpy(plane, p, sizeof plane);
+  return EW_QUARTERS(B64, a.q[i] | ((Q < 3 ? plane[i % 2] >> (2 * Q + i / 2) : plane[i % 2] << (2 - i / 2)) & 0x04040404u));
+}
+struct Fp8Pairs { B64 first, second; };
+EW_INLINE uint32_t fp8_pair(uint32_t codes) {
+  return fp8_to_bf16(static_cast<uint8_t>(codes)) | static_cast<uint32_t>(fp8_to_bf16(static_cast<uint8_t>(codes >> 8))) << 16;
+}
+EW_INLINE Words4 fp8_quarter(uint32_t a, uint32_t b) {
+  return Words4{fp8_pair(a), fp8_pair(a >> 16), fp8_pair(b), fp8_pair(b >> 16)};
+}
+EW_INLINE Fp8Pairs fp8_pairs(B64 a) {
+  return {EW_QUARTERS(B64, fp8_quarter(a.q[i][0], a.q[i][1])), EW_QUARTERS(B64, fp8_quarter(a.q[i][2], a.q[i][3]))};
+}
 EW_INLINE S8x4 broadcast_s8x4(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
 EW_INLINE BF2 broadcast_bf2(const uint16_t* p) { return {{p[0], p[1]}}; }
 #if defined(__SSE2__)

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from enginewright.backends.cpu.pack import Array, Layout, unpack_tiles
+from enginewright.recipes.formats import activation_group, default_activation
+from tests.backends.cpu.packed_weights import from_bf16_bits, from_fp8, to_bf16_bits
 
 Floats = npt.NDArray[np.float32]
 
@@ -105,27 +107,59 @@ class Interpreter:
         return np.stack(found) if "experts" in entry else found[0]
 
     def matrix(self, entry: dict[str, Any], data: Array) -> Floats:
-        layout = Layout(entry["format"], entry["n"], entry["k"])
+        columns = entry.get("columns", [])
+        layout = Layout(entry["format"], entry["n"], entry["k"], len(columns))
         if not entry.get("gated"):
-            return self.dequantised(layout, data)
-        half = Layout(entry["format"], entry["n"] // 2, entry["k"])
+            return self.dequantised(layout, data, columns)
+        half = Layout(entry["format"], entry["n"] // 2, entry["k"], len(columns))
         tiles = data.reshape(-1, layout.tile_bytes)
         return np.concatenate(
-            [self.dequantised(half, np.ascontiguousarray(tiles[i::2]).ravel()) for i in (0, 1)]
+            [self.dequantised(half, np.ascontiguousarray(tiles[i::2]).ravel(), columns) for i in (0, 1)]
         )
 
     @staticmethod
-    def dequantised(layout: Layout, data: Array) -> Floats:
-        rows = unpack_tiles(layout, data)
+    def dequantised(layout: Layout, data: Array, columns: list[int]) -> Floats:
+        rows, form = unpack_tiles(layout, data), layout.form
         if layout.format == "bf16":
-            return (rows.values.astype(np.uint32) << 16).view(np.float32)
-        values = rows.values.astype(np.float32)
+            return from_bf16_bits(rows.values)
+        values = from_fp8(rows.values) if layout.format == "fp8" else rows.values
+        values = values.astype(np.float32)
         if rows.scales is not None:
-            group = layout.k if layout.groups == 1 else int(layout.format.split("_g")[1])
-            values = values * rows.scales.repeat(group, 1)[:, : layout.k]
-            if rows.offsets is not None:
-                values = values + rows.offsets.repeat(group, 1)[:, : layout.k]
+            group = form.group or layout.k
+            scales = rows.scales.repeat(group, 1)[:, : layout.k]
+            if rows.offsets is None:
+                values = values * scales
+            else:
+                second = rows.offsets.repeat(group, 1)[:, : layout.k]
+                values = (values - second) * scales if form.kind == "zero" else values * scales + second
+        if rows.outliers is not None:
+            assert not values[:, columns].any()
+            values[:, columns] = from_bf16_bits(rows.outliers)
         return values
+
+    def rounded(self, x: Floats, index: int) -> Floats:
+        """x [rows, k] as the products with a weight see it."""
+        entry = self.program["weights"][index]
+        activation = entry.get("activation", default_activation(entry["format"]))
+        if activation == "f32":
+            return x
+        if activation == "bf16":
+            return from_bf16_bits(to_bf16_bits(x))
+        columns = entry.get("columns", [])
+        result = x.copy()
+        result[:, columns] = 0
+        if activation == "int8_static":
+            scale = np.float32(entry["activation_scale"])
+            result = np.clip(np.rint(result / scale), -127, 127) * scale
+        else:
+            k = x.shape[1]
+            group = activation_group(activation) or k
+            groups = np.pad(result, ((0, 0), (0, -k % group))).reshape(len(x), -1, group)
+            scale = np.abs(groups).max(2, keepdims=True) / np.float32(127)
+            codes = np.rint(groups / np.where(scale > 0, scale, 1))
+            result = (codes * scale).reshape(len(x), -1)[:, :k]
+        result[:, columns] = from_bf16_bits(to_bf16_bits(x[:, columns]))
+        return result.astype(np.float32)
 
     def operand(self, operand: dict[str, Any]) -> Any:
         if "scalar" in operand:
@@ -159,7 +193,7 @@ class Interpreter:
 
     def product(self, x: Floats, weights: list[int]) -> Floats:
         matrix, bias = (self.weight(index) for index in weights)
-        result = x @ matrix.T
+        result = self.rounded(x, weights[0]) @ matrix.T
         return result if bias is None else result + bias
 
     def op_linear(self, i: Any, a: Any) -> None:
@@ -194,10 +228,10 @@ class Interpreter:
         for t in range(len(x)):
             for j in range(a["top_k"]):
                 e = index[t, j]
-                both = gate_up[e] @ x[t]
+                both = gate_up[e] @ self.rounded(x[t : t + 1], i["weights"][0])[0]
                 if gate_bias is not None:
                     both = both + self.unpacked_bias(gate_bias.reshape(a["experts"], -1)[e], half)
-                y = down[e] @ self.gate(both, a)
+                y = down[e] @ self.rounded(self.gate(both, a)[None], i["weights"][2])[0]
                 if down_bias is not None:
                     y = y + down_bias.reshape(a["experts"], -1)[e]
                 result[t] += weight[t, j] * y

@@ -10,7 +10,8 @@ import numpy as np
 
 from enginewright.backends.base import StepInput
 from enginewright.backends.cpu.executor import CpuExecutor
-from tests.backends.cpu.packed_weights import pack_float, pack_int4, random_weight
+from enginewright.recipes.formats import parse_weight
+from tests.backends.cpu.packed_weights import pack_codes, pack_float, random_weight
 
 Operand = dict[str, Any]
 
@@ -70,32 +71,48 @@ class SmallProgram:
     def table(self, values: np.ndarray) -> int:
         return self.weight(values.astype(np.float32), "table", "f32", *values.shape)
 
-    def linear(self, format: str, n: int, k: int, experts: int = 0) -> int:
-        parts = [self._random(format, n, k) for _ in range(max(experts, 1))]
-        more = {"experts": experts} if experts else {}
+    def linear(self, format: str, n: int, k: int, experts: int = 0, **rounding: Any) -> int:
+        """`rounding`: an `activation` and `outliers`, how many columns an int8 matrix keeps apart."""
+        columns, more = self._rounding(k, experts, rounding)
+        parts = [self._random(format, n, k, columns) for _ in range(max(experts, 1))]
         return self.weight(np.concatenate(parts), "linear", format, n, k, **more)
 
-    def gated(self, format: str, features: int, k: int, experts: int = 0) -> int:
+    def gated(self, format: str, features: int, k: int, experts: int = 0, **rounding: Any) -> int:
+        columns, more = self._rounding(k, experts, rounding)
         parts = []
         for _ in range(max(experts, 1)):
-            gate, up = (self._random(format, features, k) for _ in range(2))
+            gate, up = (self._random(format, features, k, columns) for _ in range(2))
             tiles = -(-features // 16)
             parts.append(np.stack([gate.reshape(tiles, -1), up.reshape(tiles, -1)], 1).ravel())
-        more = {"experts": experts} if experts else {}
         return self.weight(np.concatenate(parts), "linear", format, 2 * features, k, gated=True, **more)
 
-    def _random(self, format: str, n: int, k: int) -> np.ndarray:
+    def _rounding(self, k: int, experts: int, rounding: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        more: dict[str, Any] = {"experts": experts} if experts else {}
+        if activation := rounding.get("activation"):
+            more["activation"] = activation
+            if activation == "int8_static":
+                more["activation_scale"] = 0.04
+        columns = sorted(self.rng.choice(k, rounding.get("outliers", 0), replace=False).tolist())
+        return columns, more | ({"columns": columns} if columns else {})
+
+    def _random(self, format: str, n: int, k: int, columns: list[int]) -> np.ndarray:
         """About unit outputs for unit inputs."""
         scale = 1 / np.sqrt(k)
         if format in ("f32", "bf16"):
             return pack_float(format, self.rng.normal(size=(n, k)) * scale).data
-        if format.startswith("int4"):
-            groups = -(-k // int(format[6:]))
-            codes = self.rng.integers(0, 16, (n, k)).astype(np.uint8)
-            scales = np.full((n, groups), scale / 4)
-            return pack_int4(format, codes, scales, -7.5 * scales).data
-        packed = random_weight(self.rng, format, n, k)
-        return packed.data
+        form = parse_weight(format)
+        if form.has_offsets:
+            codes = self.rng.integers(0, 2**form.bits, (n, k)).astype(np.uint8)
+            scales = np.full((n, form.groups(k)), scale * 4 / 2**form.bits)
+            middle = (2**form.bits - 1) / 2
+            seconds = np.full_like(scales, middle) if form.kind == "zero" else -middle * scales
+            return pack_codes(format, codes, scales, seconds).data
+        if columns:
+            codes = self.rng.integers(-127, 128, (n, k)).astype(np.int8)
+            codes[:, columns] = 0
+            kept = self.rng.normal(size=(n, len(columns))) * scale
+            return pack_codes(format, codes, np.full((n, 1), scale / 64), None, columns, kept).data
+        return random_weight(self.rng, format, n, k).data
 
     def emit(
         self, op: str, inputs: list[Any], outputs: list[Any], weights: list[int] | None = None, **attrs: Any
@@ -133,8 +150,12 @@ def model(
     experts: int = 0,
     windows: tuple[int, ...] = (0, 20),
     seed: int = 0,
+    **rounding: Any,
 ) -> SmallProgram:
-    """Layers of everything a transformer has: vocabulary 50, hidden 48, 4 query heads, 2 kv heads."""
+    """Layers of everything a transformer has: vocabulary 50, hidden 48, 4 query heads, 2 kv heads.
+
+    `rounding` (of `SmallProgram.linear`) is that of the layers' matrices, experts and the head left out.
+    """
     vocab, hidden, features, q_heads, kv_heads, key_dim, value_dim, rotary, limit = (
         50,
         48,
@@ -180,7 +201,10 @@ def model(
             "linear",
             [normed],
             [qkv],
-            [p.linear(format, qkv["width"], hidden), p.vector(p.rng.normal(size=qkv["width"]) * 0.1)],
+            [
+                p.linear(format, qkv["width"], hidden, **rounding),
+                p.vector(p.rng.normal(size=qkv["width"]) * 0.1),
+            ],
         )
         q, k, v = {**qkv, "width": 64}, {**qkv, "column": 64, "width": 32}, {**qkv, "column": 96, "width": 16}
         p.emit("rms_norm", [q], [q], [-1], eps=1e-5, dim=key_dim)
@@ -205,7 +229,7 @@ def model(
             window=windows[layer],
             **shape,
         )
-        p.emit("linear", [mixed], [out], [p.linear(format, hidden, mixed["width"]), -1])
+        p.emit("linear", [mixed], [out], [p.linear(format, hidden, mixed["width"], **rounding), -1])
         weights = [p.vector(p.rng.normal(size=hidden)), p.vector(p.rng.normal(size=hidden))]
         normed = p.value(hidden)
         p.emit("layer_norm", [out, x], [normed, added], weights, eps=1e-5, dim=hidden)
@@ -219,10 +243,12 @@ def model(
                 "linear_gated",
                 [normed],
                 [hidden_value],
-                [p.gated(format, features, hidden), bias],
+                [p.gated(format, features, hidden, **rounding), bias],
                 activation="silu",
             )
-            p.emit("linear", [hidden_value], [contribution], [p.linear(format, hidden, features), -1])
+            p.emit(
+                "linear", [hidden_value], [contribution], [p.linear(format, hidden, features, **rounding), -1]
+            )
         x = p.value(hidden)
         p.emit("elementwise", [added, contribution], [x], kind="add", shape=[hidden], strides=[[1]] * 3)
     chosen, final, logits = (p.value(width, rows="logits") for width in (hidden, hidden, vocab))

@@ -13,19 +13,22 @@ import pytest
 import torch
 from torch import fx
 
+from enginewright.backends.cpu import _native
+from enginewright.backends.cpu.executor import CpuExecutor
 from enginewright.backends.cpu.lower import capabilities, lower
 from enginewright.passes import legality
 from enginewright.passes.dialect import OPS
 from enginewright.passes.insert_paged_kv import InsertPagedKv
 from enginewright.passes.manager import remove_dead_code
 from enginewright.passes.program import Program, Stage
-from enginewright.passes.quant_formats import QuantisedWeight
+from enginewright.passes.quant_formats import QuantisedWeight, quantise_rtn
 from enginewright.passes.select_rows import SelectRows
 from enginewright.passes.weights import ConstantTensor
 from enginewright.recipes.errors import LoweringError
-from enginewright.recipes.formats import default_activation
+from enginewright.recipes.formats import WEIGHT_FORMATS, activations_for, default_activation
 from enginewright.recipes.recipe import load_recipe
 from tests.backends.cpu.interpreter import Interpreter
+from tests.backends.cpu.small_programs import Pages, step_input
 from tests.passes.graphs import TOKENS, Build
 
 aten = torch.ops.aten
@@ -423,17 +426,118 @@ def test_tied_weights_are_stored_once_unless_their_formats_differ(
         assert embedding or ("f32" in notes[0] and head) or "f32" in notes[0]
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8", "int8_g32", "int4_g32", "int4_g64", "int4_g128"])
-def test_every_weight_format(form: str, tmp_path: Path) -> None:
-    b = Build(Stage.QUANTISED)
-    x = b.hidden(100)
-    parts = QuantisedWeight(ConstantTensor("w", torch.randn(40, 100, generator=b.generator)), form)
-    nodes = [
+def quantised(
+    b: Build,
+    x: fx.Node,
+    parts: QuantisedWeight,
+    activation: str,
+    bias: fx.Node | None = None,
+    columns: list[int] | None = None,
+    scale: float = 0.0,
+) -> fx.Node:
+    """A quantised linear of x; `columns` are kept apart (their codes become zero)."""
+    tables = [
         p if p is None else b.program.add_weight(p.name, p)
         for p in (parts.codes, parts.scales, parts.offsets)
     ]
-    linear = b.call("quantised_linear", x, *nodes, b.weight("bias", 40), form, default_activation(form))
-    agree(finished(b.finish(b.call("gated_activation", linear, "silu"))), tmp_path, 3e-2)
+    if not columns:
+        return b.call(
+            "quantised_linear", x, *tables, bias, parts.format.name, activation, activation_scale=scale
+        )
+    weight = parts.source.load()
+    rest = quantise_rtn(weight.index_fill(1, torch.tensor(columns), 0.0), "int8")
+    assert rest.scales is not None
+    nodes = (b.weight("codes", value=rest.codes), b.weight("scales", value=rest.scales), None, bias)
+    at = b.weight("columns", value=torch.tensor(columns, dtype=torch.int32))
+    kept = b.weight("outliers", value=weight[:, columns].bfloat16())
+    return b.call("quantised_linear", x, *nodes, "int8", activation, at, kept, scale)
+
+
+def native(directory: Path, isa: str = "") -> Any:
+    """Logits of TOKENS by the executor."""
+    options = {"isa": isa} if isa else {}
+    executor = CpuExecutor(directory / "program.json", directory / "weights.bin", threads=1, **options)
+    executor.create_pool([])
+    return executor.step(step_input(Pages([], 0), [(0, 0, TOKENS)]))
+
+
+def agree_natively(program: Program, directory: Path) -> dict[str, Any]:
+    """Torch, the interpreter and the executor agree, but for codes at a tie."""
+    document = agree(program, directory, 1e-2)
+    rows = torch.arange(len(TOKENS), dtype=torch.int32)
+    want = program.run(TOKENS, logit_rows=rows).numpy()
+    for isa in _native.available_isas():
+        distance = np.abs(native(directory, isa) - want)
+        assert (
+            np.median(distance) < 1e-4 * np.abs(want).max() and distance.max() < 1e-2 * np.abs(want).max()
+        ), isa
+    return document
+
+
+@pytest.mark.parametrize("form", WEIGHT_FORMATS)
+def test_every_weight_format(form: str, tmp_path: Path) -> None:
+    for gated in (True, False):
+        b = Build(Stage.QUANTISED)
+        weight = ConstantTensor("w", torch.randn(40, 100, generator=b.generator) * 0.3)
+        activation = activations_for(form)[-1] if gated else default_activation(form)
+        scale = 0.025 if activation == "int8_static" else 0.0
+        parts, bias = QuantisedWeight(weight, form), b.weight("bias", 40)
+        linear = quantised(b, b.hidden(100), parts, activation, bias, scale=scale)
+        y = b.call("gated_activation", linear, "silu") if gated else linear
+        document = agree_natively(finished(b.finish(y)), tmp_path)
+        entry = next(w for w in document["weights"] if w["name"] == "w.codes")
+        assert entry.get("activation", default_activation(form)) == activation
+        assert entry.get("activation_scale", 0.0) == scale
+
+
+@pytest.mark.parametrize("form", ["fp8", "int3_g64_zp", "uint8", "int8_g16"])
+def test_every_kind_of_table(form: str, tmp_path: Path) -> None:
+    b = Build(Stage.QUANTISED)
+    document = agree_natively(finished(tied(b, embedding=form, head=form)), tmp_path)
+    assert [w["format"] for w in document["weights"] if w["kind"] == "linear"] == [form]
+
+
+@pytest.mark.parametrize("activation", activations_for("int8"))
+@pytest.mark.parametrize("kind", ["plain", "gated", "heads"])
+def test_columns_kept_apart(activation: str, kind: str, tmp_path: Path) -> None:
+    b = Build(Stage.QUANTISED)
+    x, k = b.hidden(90), 30 if kind == "heads" else 90
+    if kind == "heads":
+        x = b.view(x, 3, 30)
+    weight = QuantisedWeight(ConstantTensor("w", torch.randn(40, k, generator=b.generator) * 0.3), "int8")
+    scale = 0.025 if activation == "int8_static" else 0.0
+    linear = quantised(b, x, weight, activation, b.weight("bias", 40), [3, 17, 29], scale)
+    y = b.call("gated_activation", linear, "silu") if kind == "gated" else linear
+    document = agree_natively(finished(b.finish(y)), tmp_path)
+    entry = next(w for w in document["weights"] if w["name"] == "codes")
+    assert entry["columns"] == [3, 17, 29]
+    assert ("linear_gated" in ops(document)) == (kind == "gated")
+
+
+def test_a_table_takes_its_heads_activation_and_two_roundings_are_two_entries(tmp_path: Path) -> None:
+    b = Build(Stage.QUANTISED)
+    parts = QuantisedWeight(ConstantTensor("embed", torch.randn(13, 64, generator=b.generator)), "int8")
+    nodes = [b.program.add_weight(p.name, p) for p in (parts.codes, parts.scales) if p is not None]
+    x = b.call("quantised_embedding", b.tokens, *nodes, None, "int8")
+    x = b.call("rms_norm", x, None, 1e-6)
+    y = [
+        b.call("quantised_linear", x, *nodes, None, None, "int8", activation, activation_scale=scale)
+        for activation, scale in (
+            ("int8_static", 0.03),
+            ("int8", 0.0),
+            ("int8_static", 0.03),
+            ("int8_static", 0.02),
+        )
+    ]
+    program = finished(b.finish(*y))
+    document = agree_natively(program, tmp_path)
+    entries = [w for w in document["weights"] if w["kind"] == "linear"]
+    assert [(w.get("activation"), w.get("activation_scale")) for w in entries] == [
+        ("int8_static", 0.03),
+        ("int8", None),
+        ("int8_static", 0.02),
+    ]
+    assert any("stored 3 times: as int8 for int8_static, int8 for int8" in note for note in program.notes)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -510,8 +614,38 @@ def test_activations_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
     parts = QuantisedWeight(ConstantTensor("w", torch.randn(16, 64)), "int4_g64")
     nodes = [b.program.add_weight(p.name, p) for p in (parts.codes, parts.scales, parts.offsets) if p]
     program = finished(b.finish(b.call("quantised_linear", b.hidden(64), *nodes, None, "int4_g64", "bf16")))
-    with pytest.raises(LoweringError, match=r"int4_g64 weights with bf16 activations[\s\S]*int8_g64"):
+    with pytest.raises(
+        LoweringError, match=r"int4_g64 weights with bf16 activations[\s\S]*int8_g64 or int8 or"
+    ):
         lower(program, RECIPE, tmp_path)
+
+
+def test_experts_take_no_static_scale(tmp_path: Path) -> None:
+    b = Build(Stage.QUANTISED)
+    x = b.hidden(32)
+    top = b.call(aten.topk.default, b.linear(x, 3, "router"), 1)
+    weight, index = (b.program.call(operator.getitem, (top, i)) for i in (0, 1))
+    stacks = [
+        [b.program.add_weight(p.name, p) for p in (parts.codes, parts.scales, parts.offsets) if p is not None]
+        for parts in (
+            QuantisedWeight(ConstantTensor(n, torch.randn(3, *s)), "int8")
+            for n, s in (("u", (64, 32)), ("d", (32, 32)))
+        )
+    ]
+    experts = [item for stack in stacks for item in (*stack, None, None)]
+    program = finished(
+        b.finish(b.call("quantised_moe", x, index, weight, *experts, "silu", "int8", "int8_static"))
+    )
+    with pytest.raises(LoweringError, match=r"int8_static activations of experts"):
+        lowered(program, tmp_path)
+
+
+def test_a_static_scale_must_be_given(tmp_path: Path) -> None:
+    b = Build(Stage.QUANTISED)
+    parts = QuantisedWeight(ConstantTensor("w", torch.randn(16, 64)), "int8")
+    program = finished(b.finish(quantised(b, b.hidden(64), parts, "int8_static")))
+    with pytest.raises(LoweringError, match=r"int8_static activations with the scale 0.0"):
+        lowered(program, tmp_path)
 
 
 def test_only_final_programs_are_lowered(tmp_path: Path) -> None:

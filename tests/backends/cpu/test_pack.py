@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from enginewright.backends.cpu.pack import (
-    FORMATS,
     Array,
     Layout,
     Rows,
@@ -15,26 +14,31 @@ from enginewright.backends.cpu.pack import (
     to_bf16,
     unpack_tiles,
 )
+from enginewright.recipes.formats import WEIGHT_FORMATS, parse_weight
+
+from .packed_weights import from_bf16_bits, pack_codes, pack_float
 
 SHAPES = [(16, 64), (1, 1), (17, 100), (40, 576), (3, 129)]
 
 
-def random_rows(format: str, n: int, k: int, seed: int = 0) -> Rows:
-    rng = np.random.default_rng(seed)
+def random_rows(format: str, n: int, k: int, outliers: int = 0) -> Rows:
+    rng = np.random.default_rng()
+    form, groups = parse_weight(format), Layout(format, n, k).groups
     values = rng.standard_normal((n, k)).astype(np.float32)
     if format == "f32":
         return Rows(values)
     if format == "bf16":
         return Rows(to_bf16(values))
-    groups = Layout(format, n, k).groups
     scales = rng.uniform(0.01, 1, (n, groups)).astype(np.float32)
-    if format == "int8":
-        return Rows(rng.integers(-127, 128, (n, k)).astype(np.int8), scales)
-    scales = scales.astype(np.float16).astype(np.float32)
-    if format == "int8_g32":
-        return Rows(rng.integers(-127, 128, (n, k)).astype(np.int8), scales)
+    if form.half_scales:
+        scales = scales.astype(np.float16).astype(np.float32)
+    if format == "fp8":
+        return Rows(rng.integers(0, 256, (n, k)).astype(np.uint8), scales)
+    if form.symmetric:
+        kept = to_bf16(rng.standard_normal((n, outliers))) if outliers else None
+        return Rows(rng.integers(-128, 128, (n, k)).astype(np.int8), scales, None, kept)
     offsets = rng.standard_normal((n, groups)).astype(np.float16).astype(np.float32)
-    return Rows(rng.integers(0, 16, (n, k)).astype(np.uint8), scales, offsets)
+    return Rows(rng.integers(0, 2**form.bits, (n, k)).astype(np.uint8), scales, offsets)
 
 
 def same(left: Array | None, right: Array | None) -> bool:
@@ -43,69 +47,41 @@ def same(left: Array | None, right: Array | None) -> bool:
     return left.dtype == right.dtype and np.array_equal(left, right)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_unpacking_gives_back_what_was_packed(format: str, shape: tuple[int, int]) -> None:
-    rows, layout = random_rows(format, *shape), Layout(format, *shape)
-    tiles = pack_tiles(format, rows)
-    assert tiles.shape == (layout.tiles, layout.tile_bytes) and layout.tile_bytes % 64 == 0
-    back = unpack_tiles(layout, tiles.reshape(-1))
-    assert same(back.values, rows.values)
-    assert same(back.scales, rows.scales) and same(back.offsets, rows.offsets)
+@pytest.mark.parametrize(
+    ("format", "outliers"), [*((name, 0) for name in WEIGHT_FORMATS), ("int8", 1), ("int8", 6)]
+)
+def test_unpacking_gives_back_what_was_packed(format: str, outliers: int) -> None:
+    for n, k in SHAPES:
+        rows, layout = random_rows(format, n, k, outliers), Layout(format, n, k, outliers)
+        tiles = pack_tiles(format, rows)
+        assert tiles.shape == (layout.tiles, layout.tile_bytes) and layout.tile_bytes % 64 == 0
+        back = unpack_tiles(layout, tiles.reshape(-1))
+        assert same(back.values, rows.values) and same(back.outliers, rows.outliers)
+        assert same(back.scales, rows.scales) and same(back.offsets, rows.offsets)
 
 
-def element(format: str, tile: Array, layout: Layout, row: int, column: int) -> float:
-    """Read one weight of one tile, byte by byte as the layout's description says."""
-    body = tile[layout.header_bytes :].tobytes()
-    if format == "f32":
-        return float(np.frombuffer(body, np.float32, 1, 4 * (16 * column + row))[0])
-    if format == "bf16":
-        at = 4 * (16 * (column // 2) + row) + 2 * (column % 2)
-        return float((np.frombuffer(body, np.uint16, 1, at).astype(np.uint32) << 16).view(np.float32)[0])
-    header = tile[: layout.header_bytes].tobytes()
-    if format == "int8":
-        return (body[64 * (column // 4) + 4 * row + column % 4] - 128) * float(
-            np.frombuffer(header, np.float32)[row]
-        )
-    group = int(format.split("_g")[1])
-    scale = float(np.frombuffer(header, np.float16)[16 * (column // group) + row])
-    if format == "int8_g32":
-        return (body[64 * (column // 4) + 4 * row + column % 4] - 128) * scale
-    offset = float(np.frombuffer(header, np.float16)[16 * (layout.groups + column // group) + row])
-    byte = body[64 * (column // 8) + 4 * row + column % 4]
-    return (byte >> 4 if column % 8 >= 4 else byte & 15) * scale + offset
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_every_weight_lies_where_the_layout_says(format: str) -> None:
-    n, k = 21, 150
-    rows, layout = random_rows(format, n, k), Layout(format, n, k)
-    tiles = pack_tiles(format, rows)
-    group = {"int8": k, "f32": k, "bf16": k}.get(format) or int(format.split("_g")[1])
-    rng = np.random.default_rng(1)
-    for row, column in zip(rng.integers(0, n, 60), rng.integers(0, k, 60), strict=True):
-        value = rows.values[row, column]
-        if format == "bf16":
-            expected = float((np.uint32(value) << np.uint32(16)).view(np.float32))
+@pytest.mark.parametrize("format", WEIGHT_FORMATS)
+def test_every_bit_lies_where_the_layout_says(format: str) -> None:
+    """Against the layout as the kernels' tests have it, padding included."""
+    for n, k in SHAPES:
+        rows = random_rows(format, n, k)
+        if format in ("f32", "bf16"):
+            want = pack_float(format, rows.values if format == "f32" else from_bf16_bits(rows.values))
         else:
-            expected = float(value)
-        if rows.scales is not None:
-            expected *= float(rows.scales[row, column // group])
-        if rows.offsets is not None:
-            expected += float(rows.offsets[row, column // group])
-        assert element(format, tiles[row // 16], layout, row % 16, column) == expected
+            assert rows.scales is not None
+            want = pack_codes(format, rows.values, rows.scales, rows.offsets)
+        assert np.array_equal(pack_tiles(format, rows).reshape(-1), want.data)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_padding_is_code_zero(format: str) -> None:
-    n, k = 3, 33
-    layout = Layout(format, n, k)
-    tile = pack_tiles(format, random_rows(format, n, k))[0]
-    for row, column in [(3, 0), (15, 5), (15, layout.k_padded - 1)]:
-        assert element(format, tile, layout, row, column) == 0.0
-    if layout.k_padded > k and format.startswith("int"):
-        body = tile[layout.header_bytes :]
-        assert set(body[-64:].tolist()) == {128 if format.startswith("int8") else 0}
+def test_columns_kept_apart_stand_behind_the_codes() -> None:
+    rows = random_rows("int8", 21, 70, 3)
+    assert rows.scales is not None and rows.outliers is not None
+    rows.values[:, [4, 5, 69]] = 0
+    want = pack_codes("int8", rows.values, rows.scales, None, [4, 5, 69], from_bf16_bits(rows.outliers))
+    tiles = pack_tiles("int8", rows)
+    assert np.array_equal(tiles.reshape(-1), want.data)
+    plain = pack_tiles("int8", Rows(rows.values, rows.scales))
+    assert np.array_equal(tiles[:, : plain.shape[1]], plain) and tiles.shape[1] == plain.shape[1] + 2 * 64
 
 
 def test_bf16_rounds_as_torch_does() -> None:
@@ -122,7 +98,7 @@ def test_bf16_rounds_as_torch_does() -> None:
 
 
 def test_gate_and_up_tiles_alternate() -> None:
-    gate, up = (pack_tiles("f32", random_rows("f32", 40, 8, seed)) for seed in (1, 2))
+    gate, up = (pack_tiles("f32", random_rows("f32", 40, 8)) for _ in range(2))
     both = interleave_tiles(gate, up)
     assert np.array_equal(both[0::2], gate) and np.array_equal(both[1::2], up)
 
@@ -136,6 +112,16 @@ def test_gate_and_up_tiles_alternate() -> None:
         ("int8_g32", Rows(np.zeros((16, 32), np.int8), np.full((16, 1), 1e6)), "does not fit in f16"),
         ("int8", Rows(np.zeros((16, 32), np.uint8), np.ones((16, 1))), "codes are int8"),
         ("bf16", Rows(np.zeros((16, 32), np.float32)), "bit patterns"),
+        ("fp8", Rows(np.zeros((16, 32), np.float32), np.ones((16, 1))), "bit patterns"),
+        ("fp8", Rows(np.zeros((16, 32), np.uint8)), "needs scales"),
+        ("int2_zp", Rows(np.full((16, 32), 4, np.uint8), np.ones((16, 1)), np.ones((16, 1))), "0 to 3"),
+        ("int3", Rows(np.full((16, 32), 8, np.uint8), np.ones((16, 1)), np.ones((16, 1))), "0 to 7"),
+        (
+            "int8_g32",
+            Rows(np.zeros((16, 32), np.int8), np.ones((16, 1)), None, np.zeros((16, 1), np.uint16)),
+            "apart",
+        ),
+        ("int8", Rows(np.zeros((16, 32), np.int8), np.ones((16, 1)), None, np.zeros((16, 1))), "apart"),
     ],
 )
 def test_what_does_not_fit_is_refused(format: str, rows: Rows, message: str) -> None:

@@ -1,0 +1,58 @@
+"""The tokens that calibrated passes look at, and where they came from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Samples"]
+
+
+@dataclass
+class Samples:
+    """Token sequences of any lengths (nothing is padded), and what the manifest says of them.
+
+    `source`: `self`, or the file's name. The digest is that of the token ids, so that equal calibrations show as equal.
+    """
+
+    sequences: list[list[int]]
+    source: str = "self"
+    seed: int = 0
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.sequences))
+
+    def first(self, tokens: int) -> list[list[int]]:
+        """The first sequences, as many as hold at least `tokens` tokens (all, where there are fewer)."""
+        taken, count = [], 0
+        for sequence in self.sequences:
+            if count >= tokens:
+                break
+            taken.append(sequence)
+            count += len(sequence)
+        return taken
+
+    def provenance(self) -> dict[str, Any]:
+        """Source, sha256 of the token ids, samples, tokens and seed, as plain values."""
+        return {
+            "source": self.source,
+            "sha256": _digest(self.sequences),
+            "samples": len(self.sequences),
+            "tokens": self.tokens,
+            "seed": self.seed,
+            **self.detail,
+        }
+
+
+def _digest(sequences: Sequence[Sequence[int]]) -> str:
+    digest = hashlib.sha256()
+    for sequence in sequences:
+        digest.update(len(sequence).to_bytes(8, "little"))
+        digest.update(np.asarray(sequence, dtype="<i4").tobytes())
+    return digest.hexdigest()
