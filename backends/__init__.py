@@ -15,6 +15,7 @@ __all__ = ["BACKENDS", "get_backend"]
 #: Names and the modules that hold each one's `BACKEND`. A module is imported when its backend is asked for.
 BACKENDS = {
     "cpu": "enginewright.backends.cpu",
+    "checkpoint": "enginewright.backends.checkpoint",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,10 +19,13 @@ from enginewright.recipes.errors import EnginewrightError
 
 if TYPE_CHECKING:
     from enginewright.backends.artifact import Artifact
+    from enginewright.passes.manager import Pass
     from enginewright.passes.program import Program
+    from enginewright.passes.source import ModelSource
     from enginewright.recipes.recipe import Recipe
 
 __all__ = [
+    "Answers",
     "Backend",
     "Executor",
     "KvGroupInfo",
@@ -118,28 +122,73 @@ class Executor(Protocol):
         """Give back threads and memory. Calling it again does nothing."""
 
 
+class Answers(Protocol):
+    """What verification asks of a written engine; a context manager."""
+
+    artifact: Artifact
+    vocab_size: int
+    max_context: int
+
+    @property
+    def tokenizer(self) -> Any:
+        """`encode(text)` gives token ids; None without a tokenizer."""
+
+    def logits(
+        self, sequences: Sequence[Sequence[int]], chunk_size: int | None = None
+    ) -> list[npt.NDArray[np.float32]]:
+        """Logits [T, vocab_size] of each sequence."""
+
+    def __enter__(self) -> Answers: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
 class Backend(Protocol):
     """A way to run programs.
 
     name: as in engine.json. target: what the engine needs of a machine. exact: whether a row's logits
-    are bitwise the same in any batch, chunking and thread count. capabilities: what it can lower.
+    are bitwise the same in any batch, chunking and thread count. capabilities: what it can lower. stage: how far a
+    program goes before `lower` (a name of passes.program.Stage): "FINAL", or "QUANTISED", whose matrices are the
+    model's own, neither joined nor reordered. serves: whether `load` gives an executor; where it does not,
+    `answers` stands for the engine in verification.
     """
 
     name: str
     target: str
     exact: bool
+    stage: str
+    serves: bool
 
     @property
     def capabilities(self) -> Mapping[str, Any]:
         """The ops (by name) and formats that `lower` accepts."""
 
+    def gate(self, recipe: Recipe, source: ModelSource) -> Pass | None:
+        """A pass that changes nothing and refuses what the backend cannot hold, before matrices are calibrated or rounded.
+
+        Making it refuses what no model could have. None: there is nothing to refuse.
+        """
+
     def lower(
-        self, program: Program, recipe: Recipe, directory: Path, progress: LowerProgress | None = None
+        self,
+        program: Program,
+        recipe: Recipe,
+        directory: Path,
+        progress: LowerProgress | None = None,
+        source: ModelSource | None = None,
     ) -> list[str]:
-        """Write what `load` needs into `directory`; returns the files' names. Raises LoweringError."""
+        """Write what `load` needs into `directory`; returns the files' names. Raises LoweringError.
+
+        `source` is the opened model, for a backend that writes its configuration.
+        """
 
     def load(self, engine: Artifact, **options: Any) -> Executor:
         """Load what `lower` wrote. Options are the backend's own. Raises ArtifactError."""
+
+    def answers(self, engine: Artifact) -> Answers:
+        """The logits that what `lower` wrote gives, without an executor; for a backend that does not serve."""
 
 
 def _bad(what: str, found: object, expected: object) -> StepError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from enginewright.passes import dialect
-from enginewright.passes.kept import held, widest
+from enginewright.passes.kept import HoldsIntegers, held, plain, widest
 from enginewright.passes.matching import argument
 from enginewright.passes.program import Program
 from enginewright.passes.weights import Weight
@@ -151,6 +151,10 @@ def _resolve(program: Program, matrix: Matrix, notes: list[str]) -> Matrix:
             if matrix.weight != "f32" and parse_weight(kind.format).has_scales
         ]
         return matrix
+    if len(found) != len(kinds) and _is_quantised(program):
+        found = [
+            kind or plain(program.weight_of(m)) for kind, m in zip(kinds, matrices_of(node), strict=True)
+        ]
     if len(found) != len(kinds):
         raise InputError(
             "the recipe keeps a checkpoint's integers, but this checkpoint holds none",
@@ -171,6 +175,11 @@ def _resolve(program: Program, matrix: Matrix, notes: list[str]) -> Matrix:
         if kind_of(node) == "moe" and activation == "int8_static":
             activation, scale = default_activation(kind.format), 0.0
     return replace(matrix, weight=kind.format, activation=activation, kept=kind.kept, activation_scale=scale)
+
+
+def _is_quantised(program: Program) -> bool:
+    """Whether any weight comes from a quantised checkpoint."""
+    return any(isinstance(leaf, HoldsIntegers) for w in program.weights.values() for leaf in w.leaves())
 
 
 def _is_reordered(weight: Weight) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from enginewright.passes.calibration import Samples
+from enginewright.passes.calibration import Samples, needed
 from enginewright.passes.dialect import OPS
 from enginewright.passes.dialect.paged_attention import round_kv
 from enginewright.passes.manager import PassResult
@@ -34,7 +34,7 @@ class GateKv:
     def __init__(
         self,
         recipe: Recipe,
-        samples: Samples,
+        samples: Samples | None,
         formats: dict[int, str],
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -45,10 +45,11 @@ class GateKv:
         """Fill `formats`; matches are the layers that keep bf16."""
         limit = self.recipe.kv_cache.max_error
         assert limit is not None
+        samples = needed(self.samples, f"kv_cache.max_error {limit:g}")
         layers = [node for node in program.graph.nodes if is_call(node, OPS["attention"])]
         walk = Walk(
             program,
-            self.samples.first(TOKENS),
+            samples.first(TOKENS),
             memory_bytes=int(self.recipe.calibration.memory * 2**30),
             report=self.report,
         )

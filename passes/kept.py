@@ -19,7 +19,17 @@ from enginewright.passes.quant_formats import QuantisedWeight, QuantTensor
 from enginewright.passes.weights import Concatenated, Permuted, Reshaped, Sliced, Stacked, Weight
 from enginewright.recipes.formats import parse_weight
 
-__all__ = ["Held", "HoldsIntegers", "KeptWeight", "Parts", "held", "input_order", "movable", "widest"]
+__all__ = [
+    "Held",
+    "HoldsIntegers",
+    "KeptWeight",
+    "Parts",
+    "held",
+    "input_order",
+    "movable",
+    "plain",
+    "widest",
+]
 
 _WIDTH_AT = 4096  # inputs of the row whose bits say which of two formats is wider
 
@@ -42,6 +52,14 @@ class Held:
     exact: bool = True
     activation: str | None = None
     activation_scale: float = 0.0
+
+
+_PLAIN = {
+    torch.float32: Held("F32", "f32", kept=True),
+    torch.float64: Held("F64", "f32", kept=False),
+    torch.bfloat16: Held("BF16", "bf16", kept=True),
+    torch.float16: Held("F16", "bf16", kept=False),
+}
 
 
 @runtime_checkable
@@ -69,6 +87,11 @@ def held(weight: Weight) -> Held | None:
     kind = widest(kinds)
     has_codes = parse_weight(kind.format).has_scales
     return replace(kind, kept=kind.kept and (not has_codes or movable(weight, kind.format)))
+
+
+def plain(weight: Weight) -> Held:
+    """What a tensor of real numbers is stored as. float16 goes to bf16: as small, and its range covers float16's."""
+    return _PLAIN.get(weight.dtype, _PLAIN[torch.float32])
 
 
 def widest(kinds: Sequence[Held]) -> Held:

@@ -21,8 +21,10 @@ __all__ = ["build_on_meta", "fake_weights", "fill_buffers", "first_line"]
 
 def build_on_meta(config: Any) -> Any:
     """The transformers model in float32 on meta tensors, set to the hooks where it knows transformers' interfaces."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PretrainedConfig
 
+    for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
+        part._experts_implementation_internal = None  # a trace leaves its own here
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

@@ -1,7 +1,8 @@
 """The whole order of passes, on one screen.
 
 A Program comes in normalised and leaves ready to be lowered. Fusions that look at weights' shapes alone come
-before quantisation; joins of matrices come after it, because they hold only where formats agree.
+before quantisation; joins of matrices come after it, because they hold only where formats agree. A backend that wants the
+model's own matrices (`until` QUANTISED) gets none that were reordered, nor any join.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from enginewright.passes.fuse_rope import FuseRope
 from enginewright.passes.fuse_siblings import FuseSiblings
 from enginewright.passes.gate_kv import GateKv
 from enginewright.passes.insert_paged_kv import InsertPagedKv
-from enginewright.passes.manager import PassRecord, Progress, Step, run_steps
+from enginewright.passes.manager import Pass, PassRecord, Progress, Step, run_steps
 from enginewright.passes.merge_duplicates import MergeDuplicates
 from enginewright.passes.order_rows import OrderRows
 from enginewright.passes.program import Program, Stage
@@ -29,53 +30,52 @@ from enginewright.passes.quantise import Quantise
 from enginewright.passes.select_rows import SelectRows
 from enginewright.passes.slice_before_rope import SliceBeforeRope
 from enginewright.passes.smooth import Smooth
-from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import Recipe
 
 __all__ = ["run_pipeline", "steps"]
 
 
 def steps(
-    recipe: Recipe, samples: Samples | None = None, report: Callable[[str], None] = lambda text: None
+    recipe: Recipe,
+    samples: Samples | None = None,
+    report: Callable[[str], None] = lambda text: None,
+    *,
+    until: Stage = Stage.FINAL,
+    gate: Pass | None = None,
 ) -> list[Step]:
-    """The passes that a recipe asks for, in order. `samples` are needed where `recipe.calibrates` names something."""
+    """The passes that a recipe asks for, in order, up to a stage: FINAL or QUANTISED.
+
+    `samples` are needed where `recipe.calibrates` names something; `report` is told how far a calibration is. `gate` runs
+    before matrices change.
+    """
+    whole = until == Stage.FINAL
+    calibrated = samples if recipe.calibrates else None
     kv_formats: dict[int, str] = {}  # layers that gate_kv keeps out of the recipe's format
-    order = [
-        Step(MergeDuplicates(), Stage.NORMALISED),
-        Step(FoldScalars(), Stage.FUSED),
-        Step(FuseBias(), Stage.FUSED),
-        Step(FuseRope(), Stage.FUSED),
-        Step(FuseLayerNorm(), Stage.FUSED),
-        Step(FuseRmsNorm(), Stage.FUSED),
-        Step(FuseActivation(), Stage.FUSED),
-        Step(FuseAddNorm(), Stage.FUSED),
-        Step(SliceBeforeRope(), Stage.FUSED),
-        Step(OrderRows(), Stage.FUSED),
+    order: list[tuple[bool, Pass | None, Stage]] = [
+        (True, MergeDuplicates(), Stage.NORMALISED),
+        (True, FoldScalars(), Stage.FUSED),
+        (True, FuseBias(), Stage.FUSED),
+        (True, FuseRope(), Stage.FUSED),
+        (True, FuseLayerNorm(), Stage.FUSED),
+        (True, FuseRmsNorm(), Stage.FUSED),
+        (True, FuseActivation(), Stage.FUSED),
+        (True, FuseAddNorm(), Stage.FUSED),
+        (gate is not None, gate, Stage.FUSED),
+        (whole, SliceBeforeRope(), Stage.FUSED),
+        (whole, OrderRows(), Stage.FUSED),
+        (recipe.smooth.method != "none", Smooth(recipe, samples, report), Stage.FUSED),
+        (True, Quantise(recipe, calibrated, report), Stage.QUANTISED),
+        (recipe.kv_cache.max_error is not None, GateKv(recipe, samples, kv_formats, report), Stage.QUANTISED),
+        (whole, FuseSiblings(), Stage.QUANTISED),
+        (whole, FuseGated(), Stage.QUANTISED),
+        (whole, InsertPagedKv(recipe.kv_cache.page_size, recipe.kv_cache.format, kv_formats), Stage.PAGED),
+        (whole, SelectRows(), Stage.FINAL),
     ]
-    if recipe.smooth.method != "none":
-        order.append(Step(Smooth(recipe, _needed(samples, recipe), report), Stage.FUSED))
-    order.append(Step(Quantise(recipe, samples if recipe.calibrates else None, report), Stage.QUANTISED))
-    if recipe.kv_cache.max_error is not None:
-        order.append(Step(GateKv(recipe, _needed(samples, recipe), kv_formats, report), Stage.QUANTISED))
-    order += [
-        Step(FuseSiblings(), Stage.QUANTISED),
-        Step(FuseGated(), Stage.QUANTISED),
-        Step(
-            InsertPagedKv(recipe.kv_cache.page_size, recipe.kv_cache.format, kv_formats),
-            Stage.PAGED,
-            required=True,
-        ),
-        Step(SelectRows(), Stage.FINAL, required=True),
+    return [
+        Step(rewrite, stage, required=isinstance(rewrite, (InsertPagedKv, SelectRows)))
+        for wanted, rewrite, stage in order
+        if wanted and rewrite is not None
     ]
-    return order
-
-
-def _needed(samples: Samples | None, recipe: Recipe) -> Samples:
-    if samples is None:
-        raise InputError(
-            "the recipe needs calibration data, and none was given", found=", ".join(recipe.calibrates)
-        )
-    return samples
 
 
 def run_pipeline(

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from enginewright.passes import dialect
 from enginewright.passes.assignment import Matrix, assign, kind_of, notes_on
 from enginewright.passes.calibrated import CalibratedRounding
-from enginewright.passes.calibration import Samples
+from enginewright.passes.calibration import Samples, needed
 from enginewright.passes.kept import KeptWeight, input_order
 from enginewright.passes.manager import PassResult
 from enginewright.passes.matching import argument
@@ -61,6 +61,8 @@ class Quantise:
 
     def run(self, program: Program) -> PassResult:
         """Rewrite every matrix in place. Raises InputError for patterns or formats that this model cannot have."""
+        if self.samples is None and self.recipe.calibrates:
+            needed(self.samples, ", ".join(self.recipe.calibrates))
         assigned, notes = assign(program, self.recipe)
         record: dict[str, Any] = {}
         if self.samples is not None and self.recipe.mixed.wanted:

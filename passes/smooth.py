@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from enginewright.passes.assignment import Assigned, assign
-from enginewright.passes.calibration import Samples
+from enginewright.passes.calibration import Samples, needed
 from enginewright.passes.dialect import OPS
 from enginewright.passes.dialect.numerics import simulate_activation
 from enginewright.passes.manager import PassResult
@@ -51,7 +51,7 @@ class Smooth:
     def __init__(
         self,
         recipe: Recipe,
-        samples: Samples,
+        samples: Samples | None,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.recipe, self.samples, self.report = recipe, samples, report
@@ -59,6 +59,7 @@ class Smooth:
 
     def run(self, program: Program) -> PassResult:
         """Scale every point, in place. Raises LoweringError if the logits change."""
+        samples = needed(self.samples, f"smooth.method {self.recipe.smooth.method}")
         points, notes = find_points(program)
         assigned, _ = assign(program, self.recipe)
         points = [p for p in points if any(_is_rounded(assigned, node) for node in p.consumers)]
@@ -72,7 +73,7 @@ class Smooth:
         ]
         walk = Walk(
             program,
-            self.samples.sequences,
+            samples.sequences,
             memory_bytes=int(self.recipe.calibration.memory * 2**30),
             keep=keep,
             batch_tokens=length,
@@ -107,7 +108,7 @@ class Smooth:
         for point in points:
             if point.name in scales:
                 apply(program, point, scales[point.name])
-        tokens = self.samples.sequences[0][:_CHECKED_TOKENS]
+        tokens = samples.sequences[0][:_CHECKED_TOKENS]
         program.recompile()
         difference = require_equal(self.name, before, program, scales, tokens)
         record = {"scaled": len(scales), "left_at_default": kept, "not_scaled": notes}

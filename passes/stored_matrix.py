@@ -13,18 +13,11 @@ import torch
 from torch import Tensor
 
 from enginewright.passes.dialect.numerics import dequantise
-from enginewright.passes.kept import Held, Parts
+from enginewright.passes.kept import Held, Parts, plain
 from enginewright.passes.weights import CheckpointTensor, Weight
 from enginewright.recipes.formats import parse_weight
 
 __all__ = ["PlainTensor", "StoredMatrix", "group_name", "group_order"]
-
-_PLAIN = {
-    torch.float32: Held("F32", "f32", kept=True),
-    torch.float64: Held("F64", "f32", kept=False),
-    torch.bfloat16: Held("BF16", "bf16", kept=True),
-    torch.float16: Held("F16", "bf16", kept=False),
-}
 
 
 class StoredMatrix(Weight):
@@ -91,18 +84,18 @@ class StoredMatrix(Weight):
 
 
 class PlainTensor(CheckpointTensor):
-    """A tensor that the tool left as it was. float16 goes to bf16: as small, and its range covers float16's."""
+    """A tensor that the tool left as it was."""
 
     @classmethod
     def of(cls, tensor: Weight) -> Weight:
         """The tensor, saying what it holds; anything but a floating checkpoint tensor is itself."""
-        if not isinstance(tensor, CheckpointTensor) or tensor.dtype not in _PLAIN:
+        if not isinstance(tensor, CheckpointTensor) or not tensor.dtype.is_floating_point:
             return tensor
         return cls(tensor.name, tensor.shape, tensor.dtype, tensor.reader, tensor.key)
 
     @property
     def held(self) -> Held:
-        return _PLAIN[self.dtype]
+        return plain(self)
 
     def part_shapes(self) -> None:
         return None

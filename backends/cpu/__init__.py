@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from enginewright.backends.artifact import Artifact
     from enginewright.backends.base import Backend, LowerProgress
     from enginewright.backends.cpu.executor import CpuExecutor
     from enginewright.passes.program import Program
+    from enginewright.passes.source import ModelSource
     from enginewright.recipes.recipe import Recipe
 
 __all__ = ["BACKEND", "CpuBackend"]
@@ -25,6 +26,8 @@ class CpuBackend:
     name = "cpu"
     target = "cpu"
     exact = True
+    stage = "FINAL"
+    serves = True
 
     @property
     def capabilities(self) -> Mapping[str, Any]:
@@ -32,8 +35,16 @@ class CpuBackend:
 
         return capabilities()
 
+    def gate(self, recipe: Recipe, source: ModelSource) -> None:
+        return None
+
     def lower(
-        self, program: Program, recipe: Recipe, directory: Path, progress: LowerProgress | None = None
+        self,
+        program: Program,
+        recipe: Recipe,
+        directory: Path,
+        progress: LowerProgress | None = None,
+        source: ModelSource | None = None,
     ) -> list[str]:
         from enginewright.backends.cpu.lower import lower
 
@@ -45,6 +56,9 @@ class CpuBackend:
         from enginewright.backends.cpu.executor import CpuExecutor
 
         return CpuExecutor(engine.file("program.json"), engine.file("weights.bin"), **options)
+
+    def answers(self, engine: Artifact) -> NoReturn:
+        raise NotImplementedError("the cpu backend answers through its executor")
 
 
 BACKEND: Backend = CpuBackend()

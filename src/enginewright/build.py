@@ -20,6 +20,7 @@ from typing import Any
 from enginewright import __version__
 from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
+from enginewright.backends.base import Backend
 from enginewright.passes.capture import capture
 from enginewright.passes.manager import Step, run_steps
 from enginewright.passes.normalise import Normalise
@@ -99,6 +100,7 @@ def optimize(
     with _ONE_AT_A_TIME, ArtifactWriter(out, force=force) as writer:
         with progress.stage("open") as record:
             source = open_source(model)
+            gate = target.gate(resolved, source)
             record.detail = source.name
         with progress.stage("capture") as record:
             program = capture(source, max_context=resolved.max_context)
@@ -106,7 +108,8 @@ def optimize(
                 f"{program.facts.architecture}, {program.facts.parameters / 1e6:,.1f} M parameters"
             )
         judge = program.clone()
-        passes = _run_passes(program, resolved, progress, dump)
+        order = steps(resolved, Stage[target.stage], gate)
+        passes = _run_passes(program, order, progress, dump)
         with progress.stage("lower") as record:
             files = target.lower(
                 program,
@@ -115,13 +118,14 @@ def optimize(
                 lambda name, done, total: progress.update(
                     f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB {name}"
                 ),
+                source,
             )
             record.detail = f"{sum((writer.path / file).stat().st_size for file in files) / 1e6:,.1f} MB"
         source.write_tokenizer(writer.path)
         manifest = _manifest(program, source, resolved, target)
         build = _build_log(passes, program.notes)
         with progress.stage("verify") as record:
-            verification = _verify(writer, manifest, build, judge, resolved, target.exact, progress)
+            verification = _verify(writer, manifest, build, judge, resolved, target, progress)
             record.detail = f"KL {verification.mean_kl:.3g}, top-1 {verification.top1_agreement:.1%}"
         manifest["verification"] = verification.to_dict()
         if not allow_unverified:
@@ -132,13 +136,13 @@ def optimize(
 
 
 def _run_passes(
-    program: Program, recipe: Recipe, progress: Progress, dump: str | os.PathLike[str] | None
+    program: Program, order: list[Step], progress: Progress, dump: str | os.PathLike[str] | None
 ) -> list[dict[str, Any]]:
     folder = None if dump is None else Path(dump)
     with progress.stage("passes") as record:
         records = run_steps(
             program,
-            [Step(Normalise(), Stage.NORMALISED, required=True), *steps(recipe)],
+            [Step(Normalise(), Stage.NORMALISED, required=True), *order],
             dump=folder,
             progress=lambda name, index, total: progress.update(
                 f"{name} ({index + 1} of {total})" if name else "done"
@@ -158,7 +162,7 @@ def _run_passes(
     ]
 
 
-def _manifest(program: Program, source: ModelSource, recipe: Recipe, backend: Any) -> dict[str, Any]:
+def _manifest(program: Program, source: ModelSource, recipe: Recipe, backend: Backend) -> dict[str, Any]:
     """Everything in engine.json but files, hashes and verification. Nothing here may differ between equal builds."""
     facts = asdict(program.facts)
     groups = facts.pop("kv_groups")
@@ -206,16 +210,19 @@ def _verify(
     build: dict[str, Any],
     judge: Program,
     recipe: Recipe,
-    exact: bool,
+    target: Backend,
     progress: Progress,
 ) -> Verification:
-    """Load the unpublished folder through the runtime and hold it against the judge."""
+    """Load the unpublished folder, through the runtime where the backend serves, and hold it against the judge."""
     names: dict[str, dict[str, Any]] = {
         path.relative_to(writer.path).as_posix(): {} for path in writer.path.rglob("*") if path.is_file()
     }
     unpublished = Artifact(writer.path, {**manifest, "files": names})
     limits = {key: value for key, value in asdict(recipe.verify).items() if value is not None}
+    if not target.serves:
+        with target.answers(unpublished) as answers:
+            return verify(answers, judge, limits, demand_invariance=target.exact, report=progress.update)
     window = max(group["window"] for group in manifest["kv_groups"])
     with load(unpublished, cache_tokens=window + 4096, max_sequences=8) as engine:
         build["isa"] = getattr(engine.executor, "isa", None)  # the figures hold for this kernel variant
-        return verify(engine, judge, limits, demand_invariance=exact, report=progress.update)
+        return verify(engine, judge, limits, demand_invariance=target.exact, report=progress.update)

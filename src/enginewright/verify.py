@@ -31,6 +31,7 @@ import numpy as np
 from enginewright.recipes.errors import VerificationError
 
 if TYPE_CHECKING:
+    from enginewright.backends.base import Answers
     from enginewright.passes.program import Program
     from enginewright.runtime.engine import Engine
 
@@ -121,7 +122,7 @@ def sample_tokens(
 
 
 def verify(
-    engine: Engine,
+    engine: Engine | Answers,
     judge: Program,
     limits: dict[str, float],
     *,
