@@ -65,7 +65,8 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class KvGroupInfo:
-    """Layers that share page tables. `page_bytes`: bytes of one page over all of the group's layers."""
+    """Layers that share page tables. `page_bytes`: bytes of one page over all of the group's layers, each in its own format
+    (`format` is the group's, from which a layer may differ)."""
 
     window: int
     page_size: int

@@ -3,8 +3,8 @@
 Source: Frantar et al. 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
 algorithm 1 and eqs. 2 and 3: H = 2 X Xᵀ (here Xᵀ X with tokens as rows; the factor cancels), the update of the remaining
 weights -(w_q - quant(w_q)) / [H⁻¹]_qq · (H⁻¹)_q,: through the Cholesky factor of H⁻¹, in blocks of columns ("lazy batch").
-Two rules of its implementations: columns in the order of falling H_kk ("activation order"), and groups' scales fixed beforehand from
-the weights as they were ("static groups"), so that groups stay contiguous whatever the order.
+Two rules of its implementations: columns in the order of falling H_kk ("activation order"), and groups' scales fixed
+beforehand from the weights as they were ("static groups"), so that groups stay contiguous whatever the order.
 """
 
 from __future__ import annotations

@@ -6,11 +6,14 @@ Rules
    `value_pool_<group>_<layer>`. All are new inputs of the graph.
 2. Layers with the same window form one KV group and share a page table; groups are numbered by their first layer, and
    `facts.kv_groups` says what each layer stores a token.
+3. A layer's keys and values are stored in `layer_formats[i]` where that names layer i of the model (the attention's
+   `layer`), else in `kv_format`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,8 +29,17 @@ from enginewright.passes.program import KvGroup, KvLayer, Program
 class InsertPagedKv:
     name = "insert_paged_kv"
 
-    def __init__(self, page_size: int = 16) -> None:
-        self.options: Mapping[str, Any] = {"page_size": page_size}
+    def __init__(
+        self,
+        page_size: int = 16,
+        kv_format: str = "f32",
+        layer_formats: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self.options: Mapping[str, Any] = {
+            "page_size": page_size,
+            "kv_format": kv_format,
+            "layer_formats": dict(layer_formats),
+        }
 
     def run(self, program: Program) -> PassResult:
         attentions = [node for node in program.graph.nodes if is_call(node, OPS["attention"])]
@@ -44,7 +56,8 @@ class InsertPagedKv:
         for node in attentions:
             group = windows.index(argument(node, "window"))
             layer = len(groups[group].layers)
-            stored = _stored(node)
+            formats: Mapping[int, str] = self.options["layer_formats"]
+            stored = _stored(node, formats.get(argument(node, "layer"), self.options["kv_format"]))
             groups[group].layers.append(stored)
             page = [pages, self.options["page_size"], stored.kv_heads]
             pools = [
@@ -53,13 +66,21 @@ class InsertPagedKv:
             ]
             names = ("q", "k", "v", "sinks", "alibi")
             attributes = tuple(argument(node, name) for name in ("scale", "window", "softcap"))
-            args = (*(argument(node, name) for name in names), *metadata, *pools, *attributes, group, layer)
+            args = (
+                *(argument(node, name) for name in names),
+                *metadata,
+                *pools,
+                *attributes,
+                group,
+                layer,
+                stored.format,
+            )
             module = node.meta.get("module")
             new = program.call(OPS["paged_attention"], args, before=node, module=module)
             node.replace_all_uses_with(new)
         return PassResult(len(attentions))
 
 
-def _stored(node: fx.Node) -> KvLayer:
+def _stored(node: fx.Node, kv_format: str) -> KvLayer:
     keys, values = argument(node, "k").meta["val"], argument(node, "v").meta["val"]
-    return KvLayer(keys.shape[1], keys.shape[2], values.shape[2], node.meta.get("module", ""))
+    return KvLayer(keys.shape[1], keys.shape[2], values.shape[2], node.meta.get("module", ""), kv_format)

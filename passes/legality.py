@@ -17,6 +17,7 @@ from torch import fx
 
 from enginewright.passes import dialect
 from enginewright.passes.dialect.activation import ACTIVATIONS
+from enginewright.passes.dialect.paged_attention import KV_FORMATS
 from enginewright.passes.program import Program, Stage
 from enginewright.recipes.errors import LoweringError
 from enginewright.recipes.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS
@@ -109,6 +110,7 @@ ATTRIBUTES: dict[str, dict[str, Sequence[Any] | Callable[[Any], bool]]] = {
         "softcap": _NOT_NEGATIVE,
         "group": _NOT_NEGATIVE,
         "layer": _NOT_NEGATIVE,
+        "kv_format": KV_FORMATS,
     },
 }
 

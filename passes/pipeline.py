@@ -23,7 +23,7 @@ from enginewright.passes.manager import PassRecord, Progress, Step, run_steps
 from enginewright.passes.merge_duplicates import MergeDuplicates
 from enginewright.passes.order_rows import OrderRows
 from enginewright.passes.program import Program, Stage
-from enginewright.passes.quantise_rtn import Quantise
+from enginewright.passes.quantise import Quantise
 from enginewright.passes.select_rows import SelectRows
 from enginewright.passes.slice_before_rope import SliceBeforeRope
 from enginewright.recipes.recipe import Recipe
@@ -47,7 +47,7 @@ def steps(recipe: Recipe) -> list[Step]:
         Step(Quantise(recipe), Stage.QUANTISED),
         Step(FuseSiblings(), Stage.QUANTISED),
         Step(FuseGated(), Stage.QUANTISED),
-        Step(InsertPagedKv(recipe.kv_cache.page_size), Stage.PAGED, required=True),
+        Step(InsertPagedKv(recipe.kv_cache.page_size, recipe.kv_cache.format), Stage.PAGED, required=True),
         Step(SelectRows(), Stage.FINAL, required=True),
     ]
 

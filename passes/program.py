@@ -42,12 +42,13 @@ class Stage(enum.IntEnum):
 
 @dataclasses.dataclass
 class KvLayer:
-    """One attention layer's keys and values: `kv_heads` heads of `key_dim` and `value_dim` a token."""
+    """One attention layer's keys and values: `kv_heads` heads of `key_dim` and `value_dim` a token, stored as `format`."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
     name: str = ""
+    format: str = "f32"
 
 
 @dataclasses.dataclass

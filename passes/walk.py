@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from enginewright.passes.dialect import OPS
+from enginewright.passes.dialect import OPS, quantised_linear
+from enginewright.passes.dialect.numerics import dequantise
 from enginewright.passes.matching import argument, is_call
 from enginewright.passes.program import Program, executed
 
@@ -63,6 +64,7 @@ class Walk:
             self._uses[node] = sorted([*self._uses[node], self._place[until]])
         self._values = _Values(memory_bytes, len(self.batches))
         self._constants: dict[fx.Node, Any] = {}
+        self.peak_bytes = self.spilled_bytes = 0  # of values in flight, after `run`
 
     def run(self, visit: Mapping[fx.Node, Visit]) -> None:
         """Walk to the last node of `visit`: node -> what to call when it is reached."""
@@ -87,6 +89,7 @@ class Walk:
                     left = spent * (work - done) / done
                     module = node.meta.get("module") or node.name
                     self.report(f"{module}, {done / work:.0%}, {left:,.0f} s left")
+        self.peak_bytes, self.spilled_bytes = self._values.peak_bytes, self._values.spilled_bytes
         self._values.close()
 
     def inputs(self, node: fx.Node) -> Iterator[Tensor]:
@@ -103,15 +106,17 @@ class Walk:
         return self._values.get(node, batch)
 
     def evaluate_with(
-        self, nodes: Sequence[fx.Node], batch: int, given: dict[fx.Node, Any]
+        self, nodes: Sequence[fx.Node], batch: int, given: Mapping[fx.Node, Any]
     ) -> dict[fx.Node, Any]:
         """Evaluate `nodes` (in graph order) on one batch, with `given` values of some nodes in place of their own."""
         values = dict(given)
+
+        def value_of(node: fx.Node) -> Any:
+            return values[node] if node in values else self.value(node, batch)
+
         for node in nodes:
             if node not in given:
-                args, kwargs = fx.map_arg(
-                    (node.args, node.kwargs), lambda n: values[n] if n in values else self.value(n, batch)
-                )
+                args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
                 values[node] = self._call(node, batch, args, kwargs)
         return values
 
@@ -143,12 +148,38 @@ class Walk:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value(n, 0))
             self._constants[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             return
-        weights = {n: executed(self.program.weight_of(n)) for n in node.all_input_nodes if n.op == "get_attr"}
+        weights: dict[fx.Node, Any] = {
+            n: executed(self.program.weight_of(n)) for n in node.all_input_nodes if n.op == "get_attr"
+        }
+        if is_call(node, OPS["quantised_linear"]):
+            self._evaluate_quantised(node, weights, place)
+            return
         for batch in range(len(self.batches)):
-            args, kwargs = fx.map_arg(
-                (node.args, node.kwargs), lambda n: weights[n] if n in weights else self.value(n, batch)
+            value = self.evaluate_with([node], batch, weights)[node]
+            self._values.put(node, batch, value, place, self._next_use)
+
+    def _evaluate_quantised(self, node: fx.Node, weights: Mapping[fx.Node, Any], place: int) -> None:
+        """A quantised linear whose matrix is dequantised once for all batches."""
+
+        def part(name: str) -> Any:
+            value = argument(node, name)
+            return weights[value] if isinstance(value, fx.Node) else value
+
+        matrix = dequantise(part("codes"), part("scales"), part("offsets"), part("weight_format"))
+        apart = part("outlier_columns"), part("outlier_weight")
+        for batch, x in enumerate(self.inputs(argument(node, "x"))):
+            y = quantised_linear.reference(
+                x,
+                matrix,
+                None,
+                None,
+                part("bias"),
+                "f32",
+                part("activation_format"),
+                *apart,
+                part("activation_scale"),
             )
-            self._values.put(node, batch, self._call(node, batch, args, kwargs), place, self._next_use)
+            self._values.put(node, batch, y, place, self._next_use)
 
     def _call(self, node: fx.Node, batch: int, args: Any, kwargs: Any) -> Any:
         if is_call(node, OPS["attention"]):

@@ -120,7 +120,7 @@ WEIGHT_FORMATS = (
 """Every weight format that a graph may hold."""
 
 ACTIVATION_FORMATS = ("f32", "bf16", "int8", "int8_g16", "int8_g32", "int8_g64", "int8_g128", "int8_static")
-KV_FORMATS = ("f32", "bf16")
+KV_FORMATS = ("f32", "bf16", "int8")
 
 
 def default_activation(weight: str) -> str:

@@ -41,8 +41,9 @@ def bench(
 ) -> dict[str, Any]:
     """Return the figures of the engine at `path` as plain values; rates are medians of `repeat` runs.
 
-    Keys: engine, threads, isa, load_seconds, peak_memory_bytes, read_bandwidth_gbs, ping_ms (a prompt of one token to
-    its first new token), prefill [{tokens, tokens_per_second}], decode [{batch, tokens_per_second, step_ms}].
+    Keys: engine, threads, isa, load_seconds, peak_memory_bytes, kv_bytes_per_token (of all layers, as the pools hold it),
+    read_bandwidth_gbs, ping_ms (a prompt of one token to its first new token), prefill [{tokens, tokens_per_second}],
+    decode [{batch, tokens_per_second, step_ms}].
     """
     started = time.perf_counter()
     with load(path, threads, weights, max_sequences=max(batches)) as engine:
@@ -76,6 +77,7 @@ def bench(
             "isa": getattr(engine.executor, "isa", engine.artifact.manifest["target"]),
             "load_seconds": load_seconds,
             "peak_memory_bytes": peak,
+            "kv_bytes_per_token": sum(g.page_bytes // g.page_size for g in engine.executor.kv_groups),
             "read_bandwidth_gbs": bandwidth,
             "ping_ms": ping * 1e3,
             "prefill": [{"tokens": prompt_tokens, "tokens_per_second": prompt_tokens / prefill_seconds}],

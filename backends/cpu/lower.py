@@ -34,7 +34,7 @@ def capabilities() -> dict[str, Any]:
         "ops": sorted(RULES),
         "weight_formats": list(WEIGHT_FORMATS),
         "activation_formats": {name: list(activations_for(name)) for name in WEIGHT_FORMATS},
-        "kv_formats": ["f32", "bf16"],
+        "kv_formats": ["f32", "bf16", "int8"],
         "page_sizes": [16, 32],
     }
 
@@ -44,8 +44,9 @@ def lower(
 ) -> list[str]:
     """Write program.json and weights.bin for `program` into `directory`; returns the names of the files.
 
-    `recipe` gives the KV cache's format and page size. `progress(name, written, total)` is called before each
-    weight. Raises LoweringError with the op, its module and what is supported.
+    `recipe` gives the KV cache's page size and usual format; each layer's own comes with the program.
+    `progress(name, written, total)` is called before each weight. Raises LoweringError with the op, its
+    module and what is supported.
     """
     if program.stage != Stage.FINAL:
         raise LoweringError(
@@ -60,7 +61,12 @@ def lower(
             "format": recipe.kv_cache.format,
             "page_size": recipe.kv_cache.page_size,
             "layers": [
-                {"kv_heads": layer.kv_heads, "key_dim": layer.key_dim, "value_dim": layer.value_dim}
+                {
+                    "kv_heads": layer.kv_heads,
+                    "key_dim": layer.key_dim,
+                    "value_dim": layer.value_dim,
+                    **({} if layer.format == recipe.kv_cache.format else {"format": layer.format}),
+                }
                 for layer in group.layers
             ],
         }

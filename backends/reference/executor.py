@@ -14,19 +14,16 @@ from enginewright.recipes.errors import LoweringError
 
 __all__ = ["ReferenceExecutor"]
 
-_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-
 
 class ReferenceExecutor:
     """Owns a Program's page pools and evaluates its graph node by node.
 
     Weights are loaded when a node needs them and freed after it, so that memory holds one layer's at a time. `program`
-    is at stage PAGED or FINAL and is not changed. `kv_format`: f32 or bf16, what keys and values are rounded to.
+    is at stage PAGED or FINAL and is not changed. Its attentions round keys and values to their layer's cache format;
+    the pools hold the rounded values in f32.
     """
 
-    def __init__(
-        self, program: Program, *, kv_format: str = "f32", page_size: int = 16, max_tokens: int = 512
-    ) -> None:
+    def __init__(self, program: Program, *, page_size: int = 16, max_tokens: int = 512) -> None:
         if program.stage < Stage.PAGED:
             raise LoweringError(
                 "only a paged program runs on the reference backend",
@@ -34,7 +31,6 @@ class ReferenceExecutor:
                 expected="PAGED or FINAL",
             )
         self._program = program
-        self._dtype = _DTYPES[kv_format]
         self._pools: dict[str, torch.Tensor] = {}
         self._pages: list[int] = []
         self.vocab_size = program.facts.vocab_size
@@ -44,9 +40,9 @@ class ReferenceExecutor:
                 group.window,
                 page_size,
                 page_size
-                * self._dtype.itemsize
+                * 4
                 * sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in group.layers),
-                kv_format,
+                group.layers[0].format,
                 len(group.layers),
             )
             for group in program.facts.kv_groups
@@ -62,8 +58,7 @@ class ReferenceExecutor:
                 shape = (self._pages[g], self.kv_groups[g].page_size, layer.kv_heads)
                 for kind, width in (("key", layer.key_dim), ("value", layer.value_dim)):
                     # What no step has written is NaN: reading it would show.
-                    pool = torch.full((*shape, width), float("nan"), dtype=self._dtype)
-                    self._pools[f"{kind}_pool_{g}_{i}"] = pool
+                    self._pools[f"{kind}_pool_{g}_{i}"] = torch.full((*shape, width), float("nan"))
 
     def copy_pages(self, group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
         for source, destination in zip(sources, destinations, strict=True):

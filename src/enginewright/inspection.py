@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -73,16 +74,13 @@ def engine_tables(artifact: Artifact) -> list[Table]:
         facts.add_row(name, value)
     groups = _table("KV cache", "group", "window", "layers", "format", "page", "bytes a token")
     for index, group in enumerate(manifest["kv_groups"]):
-        width = {"f32": 4, "bf16": 2}[group["format"]]
-        token = sum(
-            width * layer["kv_heads"] * (layer["key_dim"] + layer["value_dim"]) for layer in group["layers"]
-        )
+        token = sum(_bytes_a_token(layer, layer.get("format", group["format"])) for layer in group["layers"])
         window = f"{group['window']} tokens" if group["window"] else "all tokens"
         groups.add_row(
             str(index),
             window,
             str(len(group["layers"])),
-            group["format"],
+            _formats(group),
             str(group["page_size"]),
             f"{token:,}",
         )
@@ -93,6 +91,19 @@ def engine_tables(artifact: Artifact) -> list[Table]:
             passes.add_row(entry["name"], str(entry["matches"]), "; ".join(entry["notes"]))
         tables.append(passes)
     return [*tables, _size_table(manifest), verification_table(manifest["verification"])]
+
+
+def _bytes_a_token(layer: dict[str, Any], kv_format: str) -> int:
+    """Bytes of one token's keys and values in one layer; an int8 cache has two f32 scales a head besides."""
+    width, scales = {"f32": (4, 0), "bf16": (2, 0), "int8": (1, 8)}[kv_format]
+    return layer["kv_heads"] * (width * (layer["key_dim"] + layer["value_dim"]) + scales)
+
+
+def _formats(group: dict[str, Any]) -> str:
+    """The layers' formats: "int8", or "int8, bf16 in 2 layers" where some differ from the group's."""
+    counts = Counter(layer.get("format", group["format"]) for layer in group["layers"])
+    others = [f"{name} in {count} layers" for name, count in counts.items() if name != group["format"]]
+    return ", ".join([group["format"], *others])
 
 
 def _size_table(manifest: dict[str, Any]) -> Table:
@@ -140,6 +151,7 @@ def bench_table(figures: dict[str, Any]) -> Table:
     table = _table(f"{figures['engine']}, {figures['threads']} threads, {figures['isa']}", "figure", "value")
     table.add_row("load", f"{figures['load_seconds']:.3f} s")
     table.add_row("peak memory", size(figures["peak_memory_bytes"]))
+    table.add_row("KV cache", f"{figures['kv_bytes_per_token']:,} bytes a token")
     table.add_row("machine's read bandwidth", f"{figures['read_bandwidth_gbs']:.1f} GB/s")
     table.add_row("first token of a one-token prompt", f"{figures['ping_ms']:.1f} ms")
     for entry in figures["prefill"]:

@@ -24,7 +24,7 @@ PROMPTS = {"a": [5, 3, 11, 0, 7, 7, 2, 12, 9, 1, 4, 4], "b": [1, 2, 3], "c": lis
 
 
 @functools.cache
-def two_layers(final: bool = True) -> tuple[Program, Program]:
+def two_layers(final: bool = True, kv_format: str = "f32") -> tuple[Program, Program]:
     """A two-layer model, one windowed and one full layer, before and after paging."""
     b = Build(Stage.FUSED)
     x = b.hidden(16)
@@ -40,7 +40,7 @@ def two_layers(final: bool = True) -> tuple[Program, Program]:
         x = b.call("rms_norm", b.call(aten.add.Tensor, x, b.view(out, 16)), None, 1e-6)
     program = b.finish(b.linear(x, 13, "head"))
     paged = program.clone()
-    InsertPagedKv(16).run(paged)
+    InsertPagedKv(16, kv_format).run(paged)
     remove_dead_code(paged)
     paged.stage = Stage.PAGED
     if final:
@@ -61,11 +61,15 @@ def test_every_way_of_cutting_prompts_gives_the_program_s_logits(final: bool) ->
             np.testing.assert_allclose(found[name], want[name], atol=1e-4)
 
 
-def test_a_bf16_cache_rounds_keys_and_values() -> None:
-    program, paged = two_layers()
-    found = alone(ReferenceExecutor(paged, kv_format="bf16"), PROMPTS, 7)
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+def test_a_cache_rounds_keys_and_values(kv_format: str) -> None:
+    program, paged = two_layers(kv_format=kv_format)
+    executor = ReferenceExecutor(paged)
+    assert [group.format for group in executor.kv_groups] == [kv_format] * 2
+    found = alone(executor, PROMPTS, 7)
     error = np.abs(found["a"] - program.run(PROMPTS["a"]).numpy()).max()
     assert 1e-3 < error < 0.5
+    np.testing.assert_allclose(alone(executor, PROMPTS, 1)["c"], found["c"], atol=1e-4)
 
 
 def test_copied_pages_continue_a_sequence() -> None:

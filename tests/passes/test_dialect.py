@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from enginewright.passes import dialect
 from enginewright.passes.dialect import OPS
 from enginewright.passes.dialect.numerics import dequantise, simulate_activation
+from enginewright.passes.dialect.paged_attention import round_kv
 
 ew = torch.ops.ew
 T, H, D = 5, 4, 6
@@ -111,6 +112,34 @@ def test_paged_attention_of_two_sequences_in_mixed_chunks_is_attention():
         got[first[0] : first[1]] = out[: first[1] - first[0]]
         torch.testing.assert_close(out[first[1] - first[0] :], want[second[0] : second[1]])
     torch.testing.assert_close(got, want)
+
+
+def test_an_int8_cache_keeps_codes_and_one_scale_a_head():
+    x = noise(5, 2, 40) * torch.logspace(-3, 3, 5)[:, None, None]
+    x[0, 0] = 0
+    x[1, 1] = 2.0**-101
+    rounded = round_kv(x, "int8")
+    limit = x.abs().amax(-1, keepdim=True)
+    assert rounded[0, 0].abs().max() == rounded[1, 1].abs().max() == 0
+    codes = (rounded * 127 / limit.clamp(min=1e-30)).round()
+    torch.testing.assert_close(codes * limit / 127, rounded)
+    assert ((rounded - x).abs() <= limit / 254 * 1.0001 + 2.0**-101).all() and codes.abs().max() == 127
+    assert torch.equal(round_kv(x, "bf16"), x.bfloat16().float()) and round_kv(x, "f32") is x
+    ties = torch.tensor([127.0, 0.5, 1.5, -2.5])
+    assert round_kv(ties, "int8").tolist() == [127.0, 0.0, 2.0, -2.0]
+    with pytest.raises(ValueError, match="unknown cache format 'fp4'; known: f32, bf16, int8"):
+        round_kv(x, "fp4")
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+def test_paged_attention_reads_what_the_cache_keeps(kv_format):
+    q, k, v = noise(6, H, D), noise(6, 2, D), noise(6, 2, 3)
+    pools = [torch.full((3, 2, 2, width), float("nan")) for width in (D, 3)]
+    step = (torch.tensor([0, 6]).int(), torch.tensor([6]).int(), torch.tensor([[[2, 0, 1]]]).int())
+    got = ew.paged_attention(q, k, v, None, None, *step, *pools, 0.3, 4, kv_format=kv_format)
+    k, v = round_kv(k, kv_format), round_kv(v, kv_format)
+    torch.testing.assert_close(got, ew.attention(q, k, v, None, None, 0.3, 4))
+    assert torch.equal(pools[0][[2, 0, 1]].reshape(6, 2, D), k)
 
 
 def test_experts_add_up():

@@ -1,8 +1,13 @@
+import pytest
 import torch
 
+from enginewright.passes.dialect import OPS
 from enginewright.passes.insert_paged_kv import InsertPagedKv
+from enginewright.passes.legality import check
 from enginewright.passes.manager import remove_dead_code
+from enginewright.passes.matching import argument, is_call
 from enginewright.passes.program import Stage
+from enginewright.recipes.errors import LoweringError
 from tests.passes.graphs import TOKENS, Build, count
 from tests.passes.paged import Pools
 
@@ -46,6 +51,41 @@ def test_groups_by_window_and_equal_in_any_chunks():
             got.append(pools.step(TOKENS[start : start + size], start))
             start += size
         assert (torch.cat(got) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_layers_have_their_own_formats():
+    before = three_layers()
+    want = before.run(TOKENS)
+    results = {}
+    for kv_format, layer_formats in (("f32", {}), ("int8", {}), ("int8", {1: "f32", 2: "bf16"})):
+        program = before.clone()
+        InsertPagedKv(4, kv_format, layer_formats).run(program)
+        program.stage = Stage.PAGED
+        remove_dead_code(program)
+        check(program)
+        nodes = [n for n in program.graph.nodes if is_call(n, OPS["paged_attention"])]
+        formats = [layer_formats.get(i, kv_format) for i in range(3)]
+        assert [argument(node, "kv_format") for node in nodes] == formats
+        groups = program.facts.kv_groups
+        assert [[at.format for at in g.layers] for g in groups] == [[formats[0], formats[2]], [formats[1]]]
+        program.recompile()
+        results[tuple(formats)] = (Pools(program, page_size=4).step(TOKENS, 0) - want).abs().max()
+    exact, rounded, mixed = results.values()
+    assert exact <= 1e-5 * want.abs().max() and exact < mixed < rounded < 0.2 * want.abs().max()
+    assert InsertPagedKv(4, "int8", {1: "f32"}).options == {
+        "page_size": 4,
+        "kv_format": "int8",
+        "layer_formats": {1: "f32"},
+    }
+
+
+def test_a_format_the_cache_does_not_have_is_illegal():
+    program = three_layers()
+    InsertPagedKv(4, "fp4").run(program)
+    program.stage = Stage.PAGED
+    remove_dead_code(program)
+    with pytest.raises(LoweringError, match=r"kv_format = 'fp4'; allowed: f32, bf16, int8"):
+        check(program)
 
 
 def test_a_graph_without_attention_stays():

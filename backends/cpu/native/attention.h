@@ -9,9 +9,13 @@
 //   format   K block                             V block
 //   f32      [key_dim][16 tokens]                [16 tokens][value_dim padded to 16]
 //   bf16     [key_dim / 2, up][16 tokens][2]     [8 token pairs][value_dim padded to 16][2]
+//   int8     as bf16, a byte a code              as bf16, a byte a code, then [16 tokens] key scales and [16] value scales
 //
-// So 64 bytes are 16 tokens of a key feature (or of a pair), and 16 value features of a token (or of a pair), and one
-// loop over 64-byte steps serves every format.
+// So a step of 64 bytes (int8: 32) is 16 tokens of a key feature (or of a pair), or 16 value features of a token (or of
+// a pair), and one loop over steps serves every format. Both blocks are padded to 64 bytes.
+//
+// int8: code = round to nearest even of x * (127 / max|x|) over one token's vector of one head, x ~ code * max|x| / 127;
+// the scale, max|x| / 127, is f32. A vector whose max|x| is below 2^-100 has scale and codes 0.
 //
 // Keys are summed in spans of 512 that begin at absolute multiples of 512. Each span starts from a fresh state, and
 // the states are merged in order. A row's bits therefore depend on its query, its position and the cached keys and
@@ -23,9 +27,13 @@
 
 namespace ew {
 
-enum class KvFormat : int32_t { f32 = 0, bf16 = 1 };
+enum class KvFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2 };
+
+/// As recipes, graphs and program.json write them, by value of the enumeration.
+constexpr const char* kKvFormatNames[] = {"f32", "bf16", "int8"};
 
 constexpr int kKvBlockTokens = 16;
+constexpr int kKvScaleBytes = 2 * kKvBlockTokens * 4;  // of an int8 block: a scale a token for keys, one for values
 constexpr int kAttentionSpan = 512;
 constexpr int kMaxTileQueries = 6;    // queries that share each load of keys and values
 constexpr int kMaxChunkQueries = 96;  // queries that go through a span while its keys and values are in cache
@@ -35,7 +43,7 @@ struct KvLayout {
   int kv_heads, key_dim, value_dim;
   int page_size;                         // tokens: 16 or 32
   int64_t k_block_bytes, v_block_bytes;  // 16 tokens of one head
-  int64_t block_bytes;                   // both
+  int64_t block_bytes;                   // both, and the scales of int8
   int64_t page_bytes;                    // all heads of one page
 };
 
@@ -43,10 +51,11 @@ static inline int64_t padded_to_16(int64_t n) { return (n + 15) / 16 * 16; }
 
 static inline KvLayout make_kv_layout(KvFormat format, int kv_heads, int key_dim, int value_dim, int page_size) {
   KvLayout layout{format, kv_heads, key_dim, value_dim, page_size, 0, 0, 0, 0};
-  const int64_t pack = format == KvFormat::bf16 ? 2 : 1;  // values of 4 bytes
-  layout.k_block_bytes = (key_dim + pack - 1) / pack * 64;
-  layout.v_block_bytes = kKvBlockTokens / pack * padded_to_16(value_dim) * 4;
-  layout.block_bytes = layout.k_block_bytes + layout.v_block_bytes;
+  const int64_t pack = format == KvFormat::f32 ? 1 : 2;        // elements on a lane,
+  const int64_t lane_bytes = format == KvFormat::int8 ? 2 : 4;  // and the bytes that they take
+  layout.k_block_bytes = ((key_dim + pack - 1) / pack * 16 * lane_bytes + 63) / 64 * 64;
+  layout.v_block_bytes = kKvBlockTokens / pack * padded_to_16(value_dim) * lane_bytes;
+  layout.block_bytes = layout.k_block_bytes + layout.v_block_bytes + (format == KvFormat::int8 ? kKvScaleBytes : 0);
   layout.page_bytes = layout.block_bytes * (page_size / kKvBlockTokens) * kv_heads;
   return layout;
 }
@@ -75,12 +84,23 @@ static inline int last_span(int position) { return position / kAttentionSpan; }
 /// (0 where the query sees none of the keys), [16..] the unnormalised output.
 static inline int64_t attention_state_floats(const KvLayout& layout) { return 16 + padded_to_16(layout.value_dim); }
 
+/// A block of int8 codes as bf16, with its scales.
+static inline int64_t widened_block_bytes(const KvLayout& layout) {
+  const KvLayout bf16 = make_kv_layout(KvFormat::bf16, 1, layout.key_dim, layout.value_dim, kKvBlockTokens);
+  return bf16.block_bytes + kKvScaleBytes;
+}
+/// Bytes of one span in that form, which many queries read.
+static inline int64_t attention_widened_bytes(const KvLayout& layout) {
+  return layout.format == KvFormat::int8 ? kAttentionSpan / kKvBlockTokens * widened_block_bytes(layout) : 0;
+}
+
 /// Bytes that a thread must bring to `attention` or `attention_span`, 64-byte aligned, for any number of rows.
 static inline size_t attention_scratch_bytes(const KvLayout& layout) {
   const int64_t queries = kMaxChunkQueries * (padded_to_16(layout.key_dim) + 16);
   const int64_t scores = kMaxTileQueries * (kAttentionSpan + 16);
   const int64_t states = (kMaxChunkQueries + kMaxTileQueries) * attention_state_floats(layout);
-  return static_cast<size_t>(queries + 2 * scores + states) * 4;
+  const int64_t floats = (queries + 2 * scores + states + 15) / 16 * 16;
+  return static_cast<size_t>(floats * 4 + attention_widened_bytes(layout));
 }
 
 /// This part of an instruction set's kernel table. A "row" is one token; its queries are the q_heads / kv_heads query

@@ -2,9 +2,9 @@
 //
 // One call walks a chunk of queries span by span, so that a span's keys and values are fetched once for all of them.
 // Within a span, a tile of up to six queries shares every load:
-//   1. scores: each key step (64 bytes: 16 tokens) times each query's factor, in registers over the whole key;
+//   1. scores: each key step (16 tokens) times each query's factor, in registers over the whole key;
 //   2. softmax: per query, over the keys that it sees and no others;
-//   3. values: each value step (64 bytes: 16 columns) times each query's weight, in registers over the whole span.
+//   3. values: each value step (16 columns) times each query's weight, in registers over the whole span.
 // A query's sums run over its own keys in ascending order whatever tile it stands in. Keys that a query must not see
 // may hold anything (a page's old content, NaN): their scores are replaced, their values skipped or blanked.
 #pragma once
@@ -53,17 +53,19 @@ struct Call {
   int kv_head, group;
   const int32_t* positions;
   int64_t query_stride, state_floats;
+  BlockParts<Cache> parts;
   Element* queries;  // [kMaxChunkQueries][query_stride], the chunk's
   float* scores;     // [kTileQueries][kScoreStride]
   Element* weights;  // [kTileQueries][kScoreStride]
   float* states;     // [kMaxChunkQueries][state_floats]
   float* partial;    // [kTileQueries][state_floats]
+  uint8_t* widened;  // [kSpanBlocks] blocks of a format that is widened, else nothing
 
   Call(const AttentionShape& shape_, const KvLayout& layout_, const uint8_t* pool, const int32_t* table, int head,
        const int32_t* positions_, void* scratch)
       : shape(shape_), layout(layout_), pool_layer(pool), page_table(table), kv_head(head),
         group(shape_.q_heads / layout_.kv_heads), positions(positions_),
-        query_stride(padded_to_16(layout_.key_dim) + 16), state_floats(attention_state_floats(layout_)) {
+        query_stride(padded_to_16(layout_.key_dim) + 16), state_floats(attention_state_floats(layout_)), parts(layout_) {
     float* next = static_cast<float*>(scratch);
     queries = reinterpret_cast<Element*>(next);
     next += kMaxChunkQueries * query_stride;
@@ -74,7 +76,17 @@ struct Call {
     states = next;
     next += kMaxChunkQueries * state_floats;
     partial = next;
+    next += kMaxTileQueries * state_floats;
+    widened = static_cast<uint8_t*>(scratch) + ((next - static_cast<float*>(scratch)) + 15) / 16 * 64;
   }
+
+  /// The same call on blocks of another form, whose queries and weights are prepared alike.
+  template <class Other>
+  explicit Call(const Call<Other>& other)
+      : shape(other.shape), layout(other.layout), pool_layer(other.pool_layer), page_table(other.page_table),
+        kv_head(other.kv_head), group(other.group), positions(other.positions), query_stride(other.query_stride),
+        state_floats(other.state_floats), parts(other.layout), queries(other.queries), scores(other.scores),
+        weights(other.weights), states(other.states), partial(other.partial), widened(other.widened) {}
 
   int position(int query) const { return positions[query / group]; }
   KeyRange visible(int span, int query) const { return visible_keys(shape, span, position(query)); }
@@ -88,20 +100,28 @@ struct SpanBlocks {
 
 // --- Scores -----------------------------------------------------------------------------------------------------------
 
-/// scores[q][16 b ..] = query q times the 16 keys of block b, unscaled.
+/// scores[q][16 b ..] = query q times the 16 keys of block b, as they are stored: before the attention's own scale.
 template <class Cache, int Queries, int Blocks, bool Prefetch>
 static __attribute__((noinline)) void score_blocks(const typename Cache::Element* queries, int64_t query_stride,
                                                    const uint8_t* const* blocks, const uint8_t* const* ahead,
-                                                   int64_t ahead_offset, int steps, float* scores) {
+                                                   int64_t ahead_offset, const BlockParts<Cache>& parts,
+                                                   float* scores) {
+  constexpr int step_bytes = 16 * Cache::lane_bytes;
+  if constexpr (Prefetch && Cache::scaled) {
+    unroll<Blocks>([&](auto b) EW_INLINE_LAMBDA {
+      prefetch_t1(ahead[b] + parts.key_scales);
+      prefetch_t1(ahead[b] + parts.value_scales);
+    });
+  }
   F16 sum[Queries][Blocks];
   unroll<Queries>([&](auto q) EW_INLINE_LAMBDA {
     unroll<Blocks>([&](auto b) EW_INLINE_LAMBDA { sum[q][b] = zero(); });
   });
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; step < parts.key_steps; ++step) {
     typename Cache::Vector keys[Blocks];
     unroll<Blocks>([&](auto b) EW_INLINE_LAMBDA {
-      keys[b] = Cache::load_lanes(blocks[b] + step * 64);
-      if constexpr (Prefetch) prefetch_t1(ahead[b] + ahead_offset + step * 64);
+      keys[b] = Cache::load_lanes(blocks[b] + step * step_bytes);
+      if constexpr (Prefetch) prefetch_t1(ahead[b] + ahead_offset + step * step_bytes);
     });
     unroll<Queries>([&](auto q) EW_INLINE_LAMBDA {
       const auto factor = Cache::broadcast(queries + q * query_stride + step * Cache::pack);
@@ -109,7 +129,13 @@ static __attribute__((noinline)) void score_blocks(const typename Cache::Element
     });
   }
   unroll<Queries>([&](auto q) EW_INLINE_LAMBDA {
-    unroll<Blocks>([&](auto b) EW_INLINE_LAMBDA { store(scores + q * kScoreStride + b * 16, sum[q][b]); });
+    unroll<Blocks>([&](auto b) EW_INLINE_LAMBDA {
+      F16 score = sum[q][b];
+      if constexpr (Cache::scaled) {
+        score = mul(score, load(reinterpret_cast<const float*>(blocks[b] + parts.key_scales)));
+      }
+      store(scores + q * kScoreStride + b * 16, score);
+    });
   });
 }
 
@@ -117,20 +143,19 @@ static __attribute__((noinline)) void score_blocks(const typename Cache::Element
 template <class Cache, int Queries, bool Prefetch>
 static void score_span(const Call<Cache>& call, const typename Cache::Element* queries, const SpanBlocks& span,
                        KeyRange range) {
-  const int steps = static_cast<int>(call.layout.k_block_bytes / 64);
   const int begin = range.begin / kKvBlockTokens, end = (range.end + kKvBlockTokens - 1) / kKvBlockTokens;
   for (int b = begin; b < end;) {
     const bool more = b + kAheadBlocks <= span.last;
     const uint8_t* const* ahead = more ? span.block + b + kAheadBlocks : span.block + begin;
-    const int64_t offset = more ? 0 : call.layout.k_block_bytes;
+    const int64_t offset = more ? 0 : call.parts.values;
     float* scores = call.scores + b * kKvBlockTokens;
     if (end - b >= kTileBlocks) {
       score_blocks<Cache, Queries, kTileBlocks, Prefetch>(queries, call.query_stride, span.block + b, ahead, offset,
-                                                          steps, scores);
+                                                          call.parts, scores);
       b += kTileBlocks;
     } else {
-      score_blocks<Cache, Queries, 1, Prefetch>(queries, call.query_stride, span.block + b, ahead, offset, steps,
-                                                scores);
+      score_blocks<Cache, Queries, 1, Prefetch>(queries, call.query_stride, span.block + b, ahead, offset,
+                                                call.parts, scores);
       b += 1;
     }
   }
@@ -152,9 +177,10 @@ static void transform_scores(const AttentionShape& shape, float slope, int first
   }
 }
 
-/// What a query's scores are multiplied by, and the largest product over the keys that it sees.
+/// The largest score over the keys that a query sees, and what scores are multiplied by to be in base-2 units.
 struct ScoreRange {
-  float multiplier, maximum;
+  float largest, multiplier;
+  float maximum() const { return largest * multiplier; }
 };
 
 /// Scores of keys that the query does not see become minus infinity, in the first and the last block of `range`.
@@ -181,17 +207,26 @@ static ScoreRange finish_scores(const Call<Cache>& call, int query, int span, Ke
     odd = max(load(scores + b * 16 + 16), odd);
   }
   if (b < end) even = max(load(last), even);
-  return {multiplier, reduce_max(max(even, odd)) * multiplier};
+  return {reduce_max(max(even, odd)), multiplier};
 }
 
-/// The softmax weights of one query over keys `range` of a span, unnormalised; returns their sum.
+/// The softmax weights of one query over keys `range` of a span, unnormalised; returns their sum. The largest score is
+/// taken off first, so that it weighs exactly 1 however large it is.
 template <class Cache>
-static float weigh_scores(ScoreRange score, KeyRange range, const float* scores, typename Cache::Element* weights) {
-  const F16 scale = set1(score.multiplier), shift = set1(-score.maximum);
+static float weigh_scores(const Call<Cache>& call, const SpanBlocks& blocks, ScoreRange score, KeyRange range,
+                          const float* scores, typename Cache::Element* weights) {
+  const F16 scale = set1(score.multiplier), largest = set1(score.largest);
   F16 sum = zero();
   for (int b = range.begin / 16; b < (range.end + 15) / 16; ++b) {
-    const F16 weight = softmax_exp2(fmadd(load(scores + b * 16), scale, shift));
-    sum = add(sum, Cache::store_weights(weights + b * 16, weight));
+    const F16 weight = softmax_exp2(mul(sub(load(scores + b * 16), largest), scale));
+    if constexpr (Cache::scaled) {
+      // The scale of a token that the query does not see may be NaN; its weight is zero.
+      const F16 scales = load(reinterpret_cast<const float*>(blocks.block[b] + call.parts.value_scales));
+      Cache::store_weights(weights + b * 16, select(cmp_eq(weight, zero()), zero(), mul(weight, scales)));
+      sum = add(sum, weight);
+    } else {
+      sum = add(sum, Cache::store_weights(weights + b * 16, weight));
+    }
   }
   return reduce_add(sum);
 }
@@ -230,13 +265,13 @@ static __attribute__((noinline)) void add_columns(const typename Cache::Element*
   });
   for (int step = begin; step < end;) {
     const int stop = smaller(end, (step / per_block + 1) * per_block);
-    const uint8_t* value = values.at(step) + column * 4;
-    const uint8_t* ahead = values.ahead(step) + column * 4;
+    const uint8_t* value = values.at(step) + column * Cache::lane_bytes;
+    const uint8_t* ahead = values.ahead(step) + column * Cache::lane_bytes;
     for (; step < stop; ++step) {
       typename Cache::Vector lanes[Columns];
       unroll<Columns>([&](auto c) EW_INLINE_LAMBDA {
-        lanes[c] = Cache::load_lanes(value + c * 64);
-        if constexpr (Prefetch) prefetch_t1(ahead + c * 64);
+        lanes[c] = Cache::load_lanes(value + c * 16 * Cache::lane_bytes);
+        if constexpr (Prefetch && (c % (4 / Cache::lane_bytes) == 0)) prefetch_t1(ahead + c * 16 * Cache::lane_bytes);
       });
       unroll<Queries>([&](auto q) EW_INLINE_LAMBDA {
         const auto factor = Cache::broadcast(weights + q * kScoreStride + step * Cache::pack);
@@ -283,7 +318,7 @@ static void add_part_of_step(const typename Cache::Element* weights, const SpanV
   const auto factor = Cache::broadcast(weights + step * Cache::pack);
   const uint8_t* value = values.at(step);
   for (int64_t column = 0; column < values.columns; column += 16) {
-    const auto lanes = Cache::keep(Cache::load_lanes(value + column * 4), first, last);
+    const auto lanes = Cache::keep(Cache::load_lanes(value + column * Cache::lane_bytes), first, last);
     store(output + column, Cache::multiply(load(output + column), lanes, factor));
   }
 }
@@ -325,7 +360,7 @@ static void tile_states(const Call<Cache>& call, const SpanBlocks& blocks, int s
   if (common.empty()) common = {kAttentionSpan / pack, kAttentionSpan / pack};
 
   score_span<Cache, Queries, Prefetch>(call, call.queries + slot * call.query_stride, blocks, any);
-  const SpanValues<Cache> values = {blocks, call.layout.k_block_bytes, padded_to_16(call.layout.value_dim) * 4,
+  const SpanValues<Cache> values = {blocks, call.parts.values, call.parts.value_step,
                                     padded_to_16(call.layout.value_dim)};
   // Each stage for all queries before the next, so that the chains of one query's stage hide behind another's.
   ScoreRange score[Queries];
@@ -336,9 +371,9 @@ static void tile_states(const Call<Cache>& call, const SpanBlocks& blocks, int s
   for (int q = 0; q < Queries; ++q) {
     if (range[q].empty()) continue;
     float* state = states + q * call.state_floats;
-    state[0] = score[q].maximum;
-    state[1] = weigh_scores<Cache>(score[q], range[q], call.scores + q * kScoreStride,
-                                   call.weights + q * kScoreStride);
+    state[0] = score[q].maximum();
+    state[1] = weigh_scores(call, blocks, score[q], range[q], call.scores + q * kScoreStride,
+                            call.weights + q * kScoreStride);
   }
   float* outputs = states + 16;
   for (int q = 0; q < Queries; ++q) {
@@ -365,19 +400,52 @@ static void tile_states_of(int count, const Call<Cache>& call, const SpanBlocks&
   }
 }
 
-/// The same for `count` queries. Only the chunk's first tile fetches: the others find the span in cache.
-template <class Cache>
-static void tile_states(bool first, int count, const Call<Cache>& call, const SpanBlocks& blocks, int span, int query,
-                        int slot, float* states) {
-  if (first) {
-    tile_states_of<Cache, true>(count, call, blocks, span, query, slot, states);
-  } else {
-    tile_states_of<Cache, false>(count, call, blocks, span, query, slot, states);
+/// A chunk is cut into the fewest tiles, of nearly equal size.
+EW_INLINE int tiles_of(int queries) { return (queries + kTileQueries - 1) / kTileQueries; }
+
+/// The states over one span of the chunk's `count` queries, tile by tile: done(i, size, states) takes those of queries
+/// [i, i + size). Only the first tile fetches: the others find the span in cache.
+template <class Cache, class Place, class Done>
+static void chunk_states(const Call<Cache>& call, const SpanBlocks& blocks, int span, int begin, int count,
+                         Place place, Done done) {
+  const int tiles = tiles_of(count);
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int i = count * tile / tiles, size = count * (tile + 1) / tiles - i;
+    if (tile == 0) {
+      tile_states_of<Cache, true>(size, call, blocks, span, begin + i, i, place(i));
+    } else {
+      tile_states_of<Cache, false>(size, call, blocks, span, begin + i, i, place(i));
+    }
+    done(i, size);
   }
 }
 
-/// A chunk is cut into the fewest tiles, of nearly equal size.
-EW_INLINE int tiles_of(int queries) { return (queries + kTileQueries - 1) / kTileQueries; }
+/// int8: one tile reads the codes, several share them as bf16. The sums are the same.
+template <class Place, class Done>
+static void chunk_states(const Call<CacheInt8>& call, const SpanBlocks& blocks, int span, int begin, int count,
+                         Place place, Done done) {
+  const int tiles = tiles_of(count);
+  if (tiles == 1) {
+    tile_states_of<CacheInt8, true>(count, call, blocks, span, begin, 0, place(0));
+    return done(0, count);
+  }
+  const Call<CacheWidened> wide(call);
+  const int64_t bytes = widened_block_bytes(call.layout);
+  SpanBlocks widened;
+  widened.first = blocks.first;
+  widened.last = blocks.last;
+  for (int b = blocks.first; b <= blocks.last; ++b) {
+    uint8_t* block = call.widened + (b - blocks.first) * bytes;
+    widen_block(call.parts, wide.parts, blocks.block[b], blocks.block[b + kAheadBlocks], block);
+    widened.block[b] = block;
+  }
+  for (int b = 1; b <= kAheadBlocks; ++b) widened.block[blocks.last + b] = call.widened;
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int i = count * tile / tiles, size = count * (tile + 1) / tiles - i;
+    tile_states_of<CacheWidened, false>(size, wide, widened, span, begin + i, i, place(i));
+    done(i, size);
+  }
+}
 
 /// The blocks of a span that queries [begin, end) see; false where they see none.
 template <class Cache>
@@ -458,15 +526,13 @@ static void attention_of(const AttentionShape& shape, const KvLayout& layout, co
     SpanBlocks blocks;
     for (int span = from; span <= to; ++span) {
       if (!locate_blocks(call, span, begin, begin + count, blocks)) continue;
-      const int tiles = tiles_of(count);
-      for (int tile = 0; tile < tiles; ++tile) {
-        const int i = count * tile / tiles, size = count * (tile + 1) / tiles - i;
-        tile_states(tile == 0, size, call, blocks, span, begin + i, i, call.partial);
+      auto merge = [&](int i, int size) {
         for (int j = 0; j < size; ++j) {
           merge_states(call.states + (i + j) * call.state_floats, call.partial + j * call.state_floats,
                        call.state_floats);
         }
-      }
+      };
+      chunk_states(call, blocks, span, begin, count, [&](int) { return call.partial; }, merge);
     }
     for (int i = 0; i < count; ++i) {
       const int row = (begin + i) / call.group, head = (begin + i) % call.group;
@@ -490,11 +556,8 @@ static void attention_span_of(const AttentionShape& shape, const KvLayout& layou
       for (int i = 0; i < count; ++i) first[i * call.state_floats + 1] = 0.0f;
       continue;
     }
-    const int tiles = tiles_of(count);
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int i = count * tile / tiles, size = count * (tile + 1) / tiles - i;
-      tile_states(tile == 0, size, call, blocks, span, begin + i, i, first + i * call.state_floats);
-    }
+    chunk_states(call, blocks, span, begin, count, [&](int i) { return first + i * call.state_floats; },
+                 [](int, int) {});
   }
 }
 
@@ -510,6 +573,9 @@ static void attention(const AttentionShape& shape, const KvLayout& layout, const
     case KvFormat::bf16:
       return attention_of<CacheBf16>(shape, layout, pool_layer, page_table, kv_head, q, ldq, positions, rows, out, ldo,
                                      scratch);
+    case KvFormat::int8:
+      return attention_of<CacheInt8>(shape, layout, pool_layer, page_table, kv_head, q, ldq, positions, rows, out, ldo,
+                                     scratch);
   }
 }
 
@@ -522,6 +588,9 @@ static void attention_span(const AttentionShape& shape, const KvLayout& layout, 
                                          states, scratch);
     case KvFormat::bf16:
       return attention_span_of<CacheBf16>(shape, layout, pool_layer, page_table, kv_head, q, ldq, positions, rows,
+                                          span, states, scratch);
+    case KvFormat::int8:
+      return attention_span_of<CacheInt8>(shape, layout, pool_layer, page_table, kv_head, q, ldq, positions, rows,
                                           span, states, scratch);
   }
 }

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -60,9 +61,10 @@ void require(bool holds, const char* message) {
 }
 
 KvFormat parse_format(const std::string& name) {
-  if (name == "f32") return KvFormat::f32;
-  if (name == "bf16") return KvFormat::bf16;
-  throw std::invalid_argument("a cache format is 'f32' or 'bf16', not '" + name + "'");
+  for (int format = 0; format < int(std::size(kKvFormatNames)); ++format) {
+    if (name == kKvFormatNames[format]) return KvFormat(format);
+  }
+  throw std::invalid_argument("there is no cache format '" + name + "'");
 }
 
 /// One layer's pages.
@@ -75,7 +77,7 @@ class Pool {
     memory = aligned_bytes(layout.page_bytes * pages);
   }
 
-  /// Every element of every page, padding included.
+  /// Every element of every page, padding included. Codes of int8 become the bytes of the value, its scales the value.
   void fill(float value) {
     const int64_t bytes = layout.page_bytes * pages;
     uint32_t bits;

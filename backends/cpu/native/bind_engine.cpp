@@ -109,12 +109,13 @@ void bind_engine(nb::module_ &m) {
             for (const KvGroup &group : engine.program().groups) {
                 nb::dict entry;
                 entry["window"] = group.window;
-                entry["format"] = group.format == KvFormat::f32 ? "f32" : "bf16";
+                entry["format"] = kKvFormatNames[int(group.format)];
                 entry["page_size"] = group.page_size;
                 int64_t bytes = 0;
                 nb::list layers;
                 for (const KvLayer &layer : group.layers) {
-                    layers.append(nb::make_tuple(layer.kv_heads, layer.key_dim, layer.value_dim));
+                    layers.append(nb::make_tuple(layer.kv_heads, layer.key_dim, layer.value_dim,
+                                                 kKvFormatNames[int(layer.layout.format)]));
                     bytes += layer.layout.page_bytes;
                 }
                 entry["layers"] = layers;

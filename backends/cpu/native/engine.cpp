@@ -174,11 +174,14 @@ void Engine::fill_pool(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     for (size_t g = 0; g < groups_.size(); ++g) {
-        const bool half = program_.groups[g].format == KvFormat::bf16;
-        const uint32_t pattern = half ? (bits & 0xffff0000u) | bits >> 16 : bits;
-        uint8_t *data = groups_[g].memory.data();
-        for (size_t i = 0; i < groups_[g].memory.size(); i += 4)
-            std::memcpy(data + i, &pattern, 4);
+        const auto &layers = program_.groups[g].layers;
+        for (size_t l = 0; l < groups_[g].layer_offset.size(); ++l) {
+            const bool half = layers[l].layout.format == KvFormat::bf16;
+            const uint32_t pattern = half ? (bits & 0xffff0000u) | bits >> 16 : bits;
+            uint8_t *data = groups_[g].memory.data() + groups_[g].layer_offset[l];
+            for (int64_t i = 0; i < layers[l].layout.page_bytes * groups_[g].pages; i += 4)
+                std::memcpy(data + i, &pattern, 4);
+        }
     }
 }
 

@@ -56,7 +56,8 @@ class Engine {
     void create_pool(const std::vector<int64_t> &pages);
     // Copies pages sources[i] to destinations[i], in order, in every layer of the group.
     void copy_pages(int64_t group, const int32_t *sources, const int32_t *destinations, int64_t count);
-    // Sets every number of the pools: for tests, which fill them with NaN to see that nothing unwritten is read.
+    // Sets every number of the pools: for tests, which fill them with NaN to see that nothing unwritten is read. Codes
+    // of int8 become the number's bytes.
     void fill_pool(float value);
 
     // Runs one step. Throws std::invalid_argument where the input is malformed (nothing has run then) and

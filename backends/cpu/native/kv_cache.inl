@@ -6,7 +6,9 @@
 //   multiply  sum += vector * factor, lane by lane, `pack` products each
 //   keep      zero in place of all but elements [first, last) of each lane's pack, whatever they hold
 //   store     16 softmax weights, rounded as the format rounds them; returns the values stored
-// A format with integer codes would carry its scales behind each block.
+//   scaled    whether each token's keys and values carry a scale, behind the block. A key's multiplies its score, a
+//             value's its softmax weight before that is rounded; the weights' sum takes them without.
+//   lane_bytes  what the `pack` elements of a lane take in memory: 64 bytes of Vector may be half as many there
 #pragma once
 
 #include "attention.h"
@@ -18,7 +20,8 @@ struct CacheF32 {
   using Element = float;
   using Vector = F16;
   using Factor = F16;
-  static constexpr int pack = 1;
+  static constexpr int pack = 1, lane_bytes = 4;
+  static constexpr bool scaled = false;
 
   EW_INLINE Vector load_lanes(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
   EW_INLINE Vector keep(Vector v, int, int) { return v; }
@@ -44,7 +47,8 @@ struct CacheBf16 {
   using Element = uint16_t;
   using Vector = B64;
   using Factor = BF2;
-  static constexpr int pack = 2;
+  static constexpr int pack = 2, lane_bytes = 4;
+  static constexpr bool scaled = false;
 
   EW_INLINE Vector load_lanes(const uint8_t* p) { return load_bytes(p); }
   EW_INLINE Vector keep(Vector v, int first, int last) {
@@ -84,6 +88,82 @@ struct CacheBf16 {
   }
 };
 
+/// int8 codes and a scale a token, multiplied as bf16, which holds every code exactly.
+struct CacheInt8 : CacheBf16 {
+  static constexpr int lane_bytes = 2;
+  static constexpr bool scaled = true;
+
+  EW_INLINE Vector load_lanes(const uint8_t* p) { return widen_codes(p); }
+  EW_INLINE Vector keep(Vector v, int, int) { return v; }  // codes are finite, whatever they are: times zero they vanish
+
+  // One- and two-byte stores, as above.
+  static void write_token(const KvLayout& layout, uint8_t* block, int token, const float* k, const float* v) {
+    int8_t codes[16];
+    float* scales = reinterpret_cast<float*>(block + layout.k_block_bytes + layout.v_block_bytes) + token;
+    const F16 key = set1(rounding(k, layout.key_dim, scales[0]));
+    uint8_t* keys = block + token * 2;
+    for (int d = 0; d < layout.key_dim; d += 16) {
+      store_i8(codes, round_to_i16(mul(load_partial(k + d, layout.key_dim - d), key)));
+      for (int pair = 0; pair < 8 && d + pair * 2 < layout.key_dim; ++pair) {
+        __builtin_memcpy(keys + (d / 2 + pair) * kKvBlockTokens * 2, codes + pair * 2, 2);
+      }
+    }
+    const F16 value = set1(rounding(v, layout.value_dim, scales[kKvBlockTokens]));
+    uint8_t* values = block + layout.k_block_bytes + token / 2 * padded_to_16(layout.value_dim) * 2 + token % 2;
+    for (int d = 0; d < layout.value_dim; d += 16) {
+      store_i8(codes, round_to_i16(mul(load_partial(v + d, layout.value_dim - d), value)));
+      for (int lane = 0; lane < 16; ++lane) values[(d + lane) * 2] = static_cast<uint8_t>(codes[lane]);
+    }
+  }
+
+ private:
+  /// What a vector is multiplied by to become codes; sets its scale. An infinity or a NaN anywhere in it becomes the scale.
+  static float rounding(const float* x, int n, float& scale) {
+    I16 largest = zero_i32();  // bits of the magnitudes: they order as integers, NaN last
+    for (int d = 0; d < n; d += 16) largest = max(as_i32(abs(load_partial(x + d, n - d))), largest);
+    const int32_t bits = reduce_max(largest);
+    float limit;
+    __builtin_memcpy(&limit, &bits, 4);
+    const bool none = limit < 0x1p-100f;
+    scale = none ? 0.0f : limit / 127.0f;
+    return none ? 0.0f : 127.0f / limit;
+  }
+};
+
+/// Blocks of int8 that are widened to bf16 already: once for all the tiles of a chunk. The same sums.
+struct CacheWidened : CacheBf16 {
+  static constexpr bool scaled = true;
+  EW_INLINE Vector keep(Vector v, int, int) { return v; }
+};
+
+/// Where the parts of a block lie: keys at 0, values, scales of keys, scales of values.
+template <class Cache>
+struct BlockParts {
+  int key_steps;        // of 16 lanes
+  int64_t values;       // bytes from the block's begin
+  int64_t value_step;   // bytes from one step (all columns) to the next
+  int64_t key_scales, value_scales;
+
+  explicit BlockParts(const KvLayout& layout) {
+    key_steps = (layout.key_dim + Cache::pack - 1) / Cache::pack;
+    values = (key_steps * 16 * Cache::lane_bytes + 63) / 64 * 64;
+    value_step = padded_to_16(layout.value_dim) * Cache::lane_bytes;
+    key_scales = values + kKvBlockTokens / Cache::pack * value_step;
+    value_scales = key_scales + kKvScaleBytes / 2;
+  }
+};
+
+/// One block of int8 as bf16.
+static void widen_block(const BlockParts<CacheInt8>& from, const BlockParts<CacheWidened>& to, const uint8_t* block,
+                        const uint8_t* ahead, uint8_t* out) {
+  for (int64_t i = 0; i < from.key_scales; i += 64) prefetch_t1(ahead + i);
+  for (int step = 0; step < from.key_steps; ++step) store_bytes(out + step * 64, widen_codes(block + step * 32));
+  for (int64_t i = from.values; i < from.key_scales; i += 32) {
+    store_bytes(out + to.values + (i - from.values) * 2, widen_codes(block + i));
+  }
+  __builtin_memcpy(out + to.key_scales, block + from.key_scales, kKvScaleBytes);
+}
+
 /// Where the block of `token` of one kv head begins.
 EW_INLINE const uint8_t* kv_block(const KvLayout& layout, const uint8_t* pool_layer, const int32_t* page_table,
                                   int kv_head, int token) {
@@ -107,6 +187,7 @@ static void kv_write(const KvLayout& layout, uint8_t* page, int slot, const floa
   switch (layout.format) {
     case KvFormat::f32: return write_heads<CacheF32>(layout, page, slot, k, v, head0, head1);
     case KvFormat::bf16: return write_heads<CacheBf16>(layout, page, slot, k, v, head0, head1);
+    case KvFormat::int8: return write_heads<CacheInt8>(layout, page, slot, k, v, head0, head1);
   }
 }
 

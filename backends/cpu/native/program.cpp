@@ -294,8 +294,7 @@ class Parser {
             const Node node(list[g], "KV group " + number(int64_t(g)));
             KvGroup group;
             group.window = int(node.integer("window", 0, std::numeric_limits<int32_t>::max()));
-            static const char *const formats[] = {"f32", "bf16"};
-            group.format = node.choice("format", formats) == 0 ? KvFormat::f32 : KvFormat::bf16;
+            group.format = KvFormat(node.choice("format", kKvFormatNames));
             group.page_size = int(node.integer("page_size", 16, 32));
             if (group.page_size != 16 && group.page_size != 32)
                 refuse(node.where, "page_size must be 16 or 32, found " + number(group.page_size));
@@ -305,7 +304,9 @@ class Parser {
                 kv.kv_heads = int(layer.integer("kv_heads", 1, 1 << 16));
                 kv.key_dim = int(layer.integer("key_dim", 1, 1 << 16));
                 kv.value_dim = int(layer.integer("value_dim", 1, 1 << 16));
-                kv.layout = make_kv_layout(group.format, kv.kv_heads, kv.key_dim, kv.value_dim, group.page_size);
+                const KvFormat format =
+                    layer.has("format") ? KvFormat(layer.choice("format", kKvFormatNames)) : group.format;
+                kv.layout = make_kv_layout(format, kv.kv_heads, kv.key_dim, kv.value_dim, group.page_size);
                 group.layers.push_back(kv);
             }
             if (group.layers.empty())

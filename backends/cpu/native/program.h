@@ -44,7 +44,7 @@ struct KvLayer {
 };
 struct KvGroup {
     int window = 0;
-    KvFormat format = KvFormat::f32;
+    KvFormat format = KvFormat::f32; // of its layers, unless they say otherwise
     int page_size = 16;
     std::vector<KvLayer> layers;
 };

@@ -199,6 +199,16 @@ EW_INLINE void store_i8(int8_t* p, I16 a) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
   _mm_storeu_si128(half(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
+/// Pairs of whole numbers of 16 bits as pairs of bf16: the low half of a small whole number's f32 is zero.
+EW_INLINE __m256i bf16_pairs(__m256i pairs) {
+  const __m256 first = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16));
+  const __m256 second = _mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16));
+  return _mm256_or_si256(_mm256_castps_si256(second), _mm256_srli_epi32(_mm256_castps_si256(first), 16));
+}
+EW_INLINE B64 widen_codes(const uint8_t* p) {
+  return {bf16_pairs(_mm256_cvtepi8_epi16(_mm_loadu_si128(half(p)))),
+          bf16_pairs(_mm256_cvtepi8_epi16(_mm_loadu_si128(half(p) + 1)))};
+}
 EW_INLINE F16 load_twice(const float* p) {
   const __m256 a = _mm256_loadu_ps(p);
   return {_mm256_permutevar8x32_ps(a, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),

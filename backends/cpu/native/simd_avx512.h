@@ -133,6 +133,12 @@ EW_INLINE I16 load_u8(const uint8_t* p) {
 EW_INLINE void store_i8(int8_t* p, I16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a.v));
 }
+EW_INLINE B64 widen_codes(const uint8_t* p) {
+  const __m128i* codes = reinterpret_cast<const __m128i*>(p);
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
+  return {reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low))};
+}
 EW_INLINE F16 load_twice(const float* p) {
   const __m512i pairs = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
   return {_mm512_permutexvar_ps(pairs, _mm512_castps256_ps512(_mm256_loadu_ps(p)))};

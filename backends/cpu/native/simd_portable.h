@@ -240,6 +240,15 @@ EW_INLINE void store_i8(int8_t* p, I16 a) {
   const I16 clamped = min(max(a, set1_i32(-128)), set1_i32(127));
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(clamped.q[i / 4][i % 4]);
 }
+EW_INLINE B64 widen_codes(const uint8_t* p) {
+  I16 first, second;
+  for (int i = 0; i < 16; i++) {
+    first.q[i / 4][i % 4] = static_cast<int8_t>(p[2 * i]);
+    second.q[i / 4][i % 4] = static_cast<int8_t>(p[2 * i + 1]);
+  }
+  // The low half of a small whole number's f32 is zero.
+  return as_bytes(or_(as_i32(to_f32(second)), shift_right<16>(as_i32(to_f32(first)))));
+}
 EW_INLINE F16 load_twice(const float* p) {
   return EW_QUARTERS(F16, (Floats4{p[2 * i], p[2 * i], p[2 * i + 1], p[2 * i + 1]}));
 }

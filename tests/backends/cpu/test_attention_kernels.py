@@ -19,8 +19,18 @@ kernels = native.attention
 
 ISAS = kernels.isas()
 FREED = 2**30
-# Relative to the largest value. f32: sums of some hundred terms. bf16: q, k, v and the weights are rounded.
-TOLERANCE = {"f32": 2e-6, "bf16": 2e-2}
+FORMATS = ["f32", "bf16", "int8"]
+# Relative to the largest value. f32: sums of some hundred terms. bf16: q, k, v and the weights are rounded to 2^-9.
+# int8: q and the weights are, as bf16; the oracle computes with the keys and values as the cache rounds them.
+TOLERANCE = {"f32": 2e-6, "bf16": 2e-2, "int8": 1e-2}
+
+
+def codes_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int8 codes of x [..., D] and their scales [..., 1], both as f32: what an int8 cache keeps."""
+    limit = np.abs(x).max(axis=-1, keepdims=True)
+    kept = limit >= np.float32(2**-100)
+    inverse = np.divide(np.float32(127), limit, out=np.zeros_like(limit), where=kept)
+    return np.round(x * inverse), np.where(kept, limit / np.float32(127), np.float32(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +117,8 @@ class Layer:
         """The same in float64, one head at a time over the whole score matrix."""
         case = self.case
         q, k, v = (x.astype(np.float64) for x in (self.q, self.k, self.v))
+        if case.kv_format == "int8":
+            k, v = (np.multiply(*codes_of(x), dtype=np.float64) for x in (self.k, self.v))
         distance = self.positions[None, :] - self.positions[:, None]
         seen = (distance <= 0) & ((distance > -case.window) if case.window else True)
         out = np.empty((case.length, case.q_heads, self.value_dim))
@@ -177,7 +189,7 @@ ALL_CASES = HEADS | DIMS | FEATURES
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv_format", ["f32", "bf16"])
+@pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_matches_float64(name: str, kv_format: str, isa: str) -> None:
     layer = Layer(dataclasses.replace(ALL_CASES[name], kv_format=kv_format), isa)
@@ -199,6 +211,59 @@ def test_bf16_rounds_once(isa: str) -> None:
     assert_same_bits(only_key, np.repeat(layer.v[:1], 4, axis=1))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_int8_keeps_the_nearest_codes(isa: str) -> None:
+    """A first token's answer is its values: code times the scale, which its weight of 1 carries rounded to bf16."""
+    case = Case(q_heads=2, kv_heads=2, key_dim=33, value_dim=75, kv_format="int8", length=64)
+    layer = Layer(case, isa)
+    layer.v *= 10.0 ** np.arange(-32, 32, dtype=np.float32)[:, None, None]
+    layer.v[7] = 0
+    layer.v[9] = 2.0**-101
+    layer.v[11, :, 1:] = 0.0
+    layer.v[13] = np.arange(-37, 38, dtype=np.float32) + 0.5  # ties: the largest is 37.5
+    layer.v[13, :, 0] = 127.0
+    codes, scales = codes_of(layer.v)
+    bf16 = ((scales.view(np.uint32) + 0x7FFF + (scales.view(np.uint32) >> 16 & 1)) & 0xFFFF0000).view(
+        np.float32
+    )
+    for token in range(case.length):
+        alone = Layer(case, isa)
+        alone.v[0] = layer.v[token]
+        alone.write(0, 1)
+        assert_same_bits(alone.attend(0, 1)[0] + 0, (codes * bf16)[token] + 0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_int8_scales_are_each_token_s_and_head_s_own(isa: str) -> None:
+    """Keys and values of unlike lengths."""
+    case = Case(q_heads=4, kv_heads=2, key_dim=48, kv_format="int8", length=90)
+    layer = Layer(case, isa)
+    layer.k *= 2.0 ** np.random.default_rng(4).integers(-6, 3, (90, 2, 1)).astype(np.float32)
+    layer.v *= 2.0 ** np.random.default_rng(5).integers(-9, 9, (90, 2, 1)).astype(np.float32)
+    assert_close(layer.run(90), layer.oracle(), "int8")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize(
+    "features", [Case(), Case(scale=-0.25), Case(alibi=True), Case(sinks=True, window=20)]
+)
+def test_huge_scores_choose_one_key(features: Case, kv_format: str, isa: str) -> None:
+    """Scores about 1e10, far apart: the best key takes everything, over two spans of keys as well."""
+    case = dataclasses.replace(features, key_dim=16, kv_format=kv_format, length=600)
+    layer = Layer(case, isa)
+    sign = -1.0 if case.scale < 0 else 1.0
+    order = np.random.default_rng(2).permutation(case.length).astype(np.float32)
+    layer.q[:] = 1e5
+    layer.k[:] = (sign * 1e5 * (1 + order / case.length))[:, None, None]
+    if kv_format != "f32":  # further apart: keys of one power of two are equal and share the weight
+        layer.k[:] = (sign * np.float32(2.0) ** (order // 10 - 30))[:, None, None] * 1e5
+    actual = layer.run(case.length)
+    assert np.isfinite(actual).all()
+    np.testing.assert_allclose(actual, layer.oracle(), atol=TOLERANCE[kv_format] * 4)
+    assert_same_bits(Layer.run(layer, 64), actual)
+
+
 BITWISE = [
     Case(length=200),
     Case(q_heads=8, kv_heads=2, key_dim=40, value_dim=72, window=50, sinks=True, length=200),
@@ -209,7 +274,7 @@ BITWISE = [
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv_format", ["f32", "bf16"])
+@pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("case", BITWISE, ids=str)
 def test_one_answer(case: Case, kv_format: str, isa: str) -> None:
     """Any chunking, any division into spans, any pages, any stale content: the same bits."""
@@ -224,7 +289,7 @@ def test_one_answer(case: Case, kv_format: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv_format", ["f32", "bf16"])
+@pytest.mark.parametrize("kv_format", FORMATS)
 def test_later_tokens_reach_no_earlier_row(kv_format: str, isa: str) -> None:
     """A NaN or an infinity in a token's keys and values shows from its own row on, also within one chunk."""
     case = Case(q_heads=3, key_dim=16, kv_format=kv_format, length=90, window=20)
@@ -239,9 +304,10 @@ def test_later_tokens_reach_no_earlier_row(kv_format: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_rows_in_any_order(isa: str) -> None:
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+def test_rows_in_any_order(kv_format: str, isa: str) -> None:
     """Rows need not be neighbours, nor ascend: a row's bits are its own."""
-    layer = Layer(Case(q_heads=3, key_dim=16, kv_format="bf16", length=700, window=120), isa)
+    layer = Layer(Case(q_heads=3, key_dim=16, kv_format=kv_format, length=700, window=120), isa)
     whole = layer.run(700)
     rows = np.array([650, 3, 649, 10, 511, 512, 513, 3, 130], dtype=np.int32)
     actual = kernels.attention(isa, layer.pool, layer.table, layer.q[rows], rows, layer.scale, 0.0, 120)
@@ -258,7 +324,7 @@ def test_rows_in_any_order(isa: str) -> None:
     softcap=st.sampled_from([0.0, 3.0]),
     sinks=st.booleans(),
     alibi=st.booleans(),
-    kv_format=st.sampled_from(["f32", "bf16"]),
+    kv_format=st.sampled_from(FORMATS),
     page_size=st.sampled_from([16, 32]),
     length=st.integers(1, 130),
     chunk=st.integers(1, 130),
@@ -274,7 +340,7 @@ def test_any_shape(
     whole = Layer(case, isa, seed).run(length)
     layer = Layer(case, isa, seed, poison=1e30, pages_order_seed=seed)
     assert_same_bits(layer.run(chunk), whole)
-    assert_close(whole, layer.oracle(), "f32" if kv_format == "f32" else "bf16")
+    assert_close(whole, layer.oracle(), kv_format)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from enginewright.passes import legality
+from enginewright.passes.assignment import roles
 from enginewright.passes.dialect import OPS, name_of
 from enginewright.passes.kept import Held
 from enginewright.passes.manager import remove_dead_code
 from enginewright.passes.program import Stage
 from enginewright.passes.quant_formats import QuantisedWeight, dequantise, quantise_rtn
-from enginewright.passes.quantise_rtn import Quantise, roles
+from enginewright.passes.quantise import Quantise
 from enginewright.passes.weights import ConstantTensor, Transposed
 from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import load_recipe
