@@ -108,6 +108,7 @@ enum class Scales {
 template <int Bits, Scales Kind>
 struct Integer {
   static constexpr int kBlockRows = kIntegerRows;
+  static constexpr int kBlockTiles = EW_ISA_NS::kBlockTiles;
 
   template <int Rows, int Tiles>
   __attribute__((noinline)) static void block(const BlockInput& input, const BlockOutput& output) {

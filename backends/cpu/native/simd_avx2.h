@@ -292,7 +292,8 @@ EW_INLINE void fp8_half(__m256i a, __m256i& first, __m256i& second) {
   // As signed bytes: code + 1 is at most 8, or -128 for NaN.
   const __m256i normal = _mm256_cmpgt_epi8(_mm256_add_epi8(magnitude, _mm256_set1_epi8(1)), _mm256_set1_epi8(8));
   const __m256i low = _mm256_shuffle_epi8(table(0x30201000, 0x70605040, 0xb0a09080, 0xf0e0d0c0), magnitude);
-  const __m256i high = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(7)), _mm256_set1_epi8(0x38));
+  const __m256i exponent = _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(7));
+  const __m256i high = _mm256_or_si256(exponent, _mm256_set1_epi8(0x38));
   const __m256i low_special = _mm256_shuffle_epi8(table(0xc0800000, 0x60402000, 0, 0xf0000000), magnitude);
   const __m256i high_special = _mm256_shuffle_epi8(table(0x37373700, 0x38383838, 0, 0x7f000000), magnitude);
   const __m256i low_bytes = _mm256_blendv_epi8(low_special, low, normal);

@@ -305,7 +305,8 @@ template <int Q> EW_INLINE B64 add_fours(B64 a, const uint8_t* p) {
 }
 struct Fp8Pairs { B64 first, second; };
 EW_INLINE uint32_t fp8_pair(uint32_t codes) {
-  return fp8_to_bf16(static_cast<uint8_t>(codes)) | static_cast<uint32_t>(fp8_to_bf16(static_cast<uint8_t>(codes >> 8))) << 16;
+  const uint32_t second = fp8_to_bf16(static_cast<uint8_t>(codes >> 8));
+  return fp8_to_bf16(static_cast<uint8_t>(codes)) | second << 16;
 }
 EW_INLINE Words4 fp8_quarter(uint32_t a, uint32_t b) {
   return Words4{fp8_pair(a), fp8_pair(a >> 16), fp8_pair(b), fp8_pair(b >> 16)};
