@@ -29,7 +29,8 @@
 //            dot4_u4s8: the same where every w byte is <= 15 (a cheaper form exists on AVX2)
 //            dot2_bf16(acc, w, a): acc[l] += w.bf16[2l] * a[0] + w.bf16[2l+1] * a[1], fp32 sums, order fixed per variant
 //            broadcast_s8x4(p), broadcast_bf2(p); the dots also take the pointer itself
-//            widen_codes(p): 32 int8 as bf16, in order, exactly
+//            widen_codes(p): 32 int8 as bf16, in order, exactly; load_codes(p) -> Codes: the same in the form that its
+//            dot2_bf16 multiplies soonest, with the same bits
 // Nibbles    low_nibbles(b), high_nibbles(b): each byte's half as a byte 0..15
 // Unroll     unroll<N>([&](auto i) EW_INLINE_LAMBDA { ... }): N copies of the body, i a compile-time constant
 //
