@@ -3,8 +3,8 @@
 1. A unit is what must share a format: the linears that read one input (query, key and value; gate and up), or one `moe`.
 2. Each unit is rounded alone, to the candidate of fewest bits, and the divergence of the whole model's next-token
    distribution is measured on calibration tokens.
-3. For the other candidates the divergence is that, times the ratio of the squared errors of the unit's outputs (measured on the same
-   tokens): near the model's own weights divergence is quadratic in what is changed.
+3. For the other candidates the divergence is that, times the ratio of the squared errors of the unit's outputs (measured on
+   the same tokens): near the model's own weights divergence is quadratic in what is changed.
 4. Units' divergences add (Dong et al. 2020, "HAWQ-V2", eq. 6, makes the same assumption of its second-order terms). From the
    smallest formats on, the unit whose next candidate saves most divergence a bit takes it, until the budget is spent or
    the sum lies below max_kl. Candidates that are not on the lower convex hull are passed over.
@@ -92,7 +92,7 @@ def divergences(
     search: str = "mse",
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    """For each (unit, formats, measured), by the unit's name: format -> (squared output error as a share of the squared output, nats).
+    """For each (unit, formats, measured), by the unit's name: format -> (squared error of its outputs as a share, nats).
 
     The unit alone is rounded to nearest in the format `measured`, and the mean Kullback-Leibler divergence of the next-token
     distributions over `tokens` is measured; the divergence in the unit's other formats follows from their errors. `program`

@@ -25,16 +25,37 @@ from enginewright.passes.pipeline import steps
 from enginewright.passes.program import Program, Stage
 from enginewright.passes.source import ModelSource
 from enginewright.recipes.errors import InputError, near_matches
-from enginewright.recipes.recipe import Calibration, load_recipe
+from enginewright.recipes.recipe import Calibration, Recipe, load_recipe
 from enginewright.runtime.engine import load
 
-__all__ = ["Texts", "from_file", "from_model"]
+__all__ = ["check_calibration", "from_file", "from_model", "read_texts"]
 
 LEAST_TOKENS = 2  # a sample of one token has nothing to attend to
 _MOST_RECORDS_SHOWN = 8
 
 Report = Callable[[str], None]
 Texts = list[str]
+
+
+def check_calibration(recipe: Recipe) -> None:
+    """Refuse a calibration that could not work, before any model is opened."""
+    options = recipe.calibration
+    if not recipe.calibrates:
+        if options.source != "self":
+            raise InputError(
+                "the recipe has no use for calibration data",
+                found=f"calibration.source {options.source}, recipe {recipe.name}",
+                expected="a recipe that calibrates, such as int4-awq or int4-gptq",
+                action="leave --calibration out, or choose another recipe",
+            )
+    elif options.length < LEAST_TOKENS:
+        raise InputError(
+            "calibration samples are too short",
+            found=f"calibration.length {options.length}",
+            expected=f"at least {LEAST_TOKENS} tokens",
+        )
+    elif options.source != "self":
+        read_texts(Path(options.source).expanduser(), options.text_field)
 
 
 def read_texts(path: Path, text_field: str) -> Texts:
