@@ -77,7 +77,8 @@ def optimize(
     """Build the engine of `model` by `recipe` into the folder `out`.
 
     `model` is a Hugging Face folder, a `.gguf` file, or a hub name (needs a network). `overrides` are `key=value` changes of
-    recipe fields. `calibration` is the recipe's `calibration.source`: a file of text, or `self`. `dump` is a folder that receives the graph after every pass. `force` replaces an engine at `out`.
+    recipe fields; `calibration` is the recipe's `calibration.source`: a file of text, or `self`. `dump` is a folder that
+    receives the graph after every pass. `force` replaces an engine at `out`.
 
     Raises InputError and its kin for what cannot be used, and VerificationError when the engine's answers leave the recipe's
     limits (then nothing is published, unless `allow_unverified`).
