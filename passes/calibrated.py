@@ -150,7 +150,8 @@ class CalibratedRounding:
 
     def _wanted(self, matrix: Matrix) -> bool:
         """Whether calibration decides something about a matrix: linears and experts; embeddings, heads and routers are not."""
-        return matrix.role == "linear" and matrix.is_integer
+        moe = kind_of(matrix.node) == "moe"
+        return matrix.role == "linear" and matrix.is_integer and (self._needs_gram or not moe)
 
     def _visit(self, walk: Walk, matrix: Matrix) -> Callable[[fx.Node], fx.Node]:
         def visit(node: fx.Node) -> fx.Node:
