@@ -104,15 +104,7 @@ class CalibratedRounding:
 
     def run(self) -> list[str]:
         """Rewrite every linear and every moe that a recipe rounds with calibration; returns notes."""
-        quantise = self.recipe.quantise
-        self._options = GptqOptions(
-            quantise.damping,
-            quantise.block,
-            quantise.order,
-            quantise.static_groups,
-            quantise.range,
-            quantise.symmetric,
-        )
+        self._options = GptqOptions.of(self.recipe.quantise)
         self._spool = Spool()
         self._shared: tuple[fx.Node, Inputs] | None = None
         self._columns: dict[fx.Node, fx.Node] = {}
