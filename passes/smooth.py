@@ -7,9 +7,9 @@
    weights change the block's own output least. Source: Lin et al. 2024, "AWQ", eqs. 4 and 5, and its implementation for w̄.
 3. `smoothquant`: s = max|x|^α / max|w|^(1-α); α is given, or searched in the same way with weights and activations
    rounded. Source: Xiao et al. 2023, "SmoothQuant", eq. 4.
-4. A candidate is kept only if it beats s = 1, which leaves the point as it is. The search rounds to nearest, which is quick. Where
-   the recipe rounds otherwise (GPTQ, searched ranges), the winner, its square root and 1 compete once more, rounded so, with
-   the inputs of the tokens that the comparison does not use.
+4. A candidate is kept only if it beats s = 1, which leaves the point as it is. The search rounds to nearest, which is quick.
+   Where the recipe rounds otherwise (GPTQ, searched ranges), the winner, its square root and 1 compete once more, rounded
+   so, with the inputs of the tokens that the comparison does not use.
 
 A point's block is what its consumers' outputs go through until they meet values that do not come from them: for query, key
 and value up to the attention's output projection, for gate and up the whole MLP, for a lone projection itself. The search
