@@ -51,7 +51,7 @@ class FolderAnswers:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that the folder's own settings hold beside `dequantize`
-                self._model, self._report = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
                     engine.path,
                     local_files_only=True,
                     dtype=torch.float32,
@@ -67,9 +67,8 @@ class FolderAnswers:
         finally:
             if shown:
                 logging.enable_progress_bar()
-        strange = [
-            name for kind in ("missing_keys", "unexpected_keys") for name in sorted(self._report[kind])
-        ]
+        self._model, report = loaded
+        strange = [name for kind in ("missing_keys", "unexpected_keys") for name in sorted(report[kind])]
         if strange:
             raise LoweringError(
                 f"transformers does not find the tensors of {facts.get('source')} under their names",

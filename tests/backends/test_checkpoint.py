@@ -32,11 +32,14 @@ from tests.passes.architectures import VOCAB, write_tokenizer
 pytest.importorskip("compressed_tensors")
 
 PROMPT = torch.randint(3, VOCAB, (11,), generator=torch.Generator().manual_seed(1)).tolist()
+ONE = {"num_hidden_layers": 1}
 PLAIN = ("embedding.weight=bf16", "head.weight=bf16", "verify.max_kl=null")
 
 
 def plain(path: Path, arch: str = "llama", dtype: torch.dtype = torch.float32, **changes) -> Path:
-    sizes = make.GPT_SIZES if arch == "gpt2" else make.SIZES
+    sizes = {**make.GPT_SIZES, "n_layer": 1} if arch == "gpt2" else make.SIZES
+    if arch not in ("gpt2", "gemma3_text"):
+        sizes = {**sizes, **ONE}
     make.ARCHITECTURES[arch](**{**sizes, **changes}).to(dtype).save_pretrained(path)
     write_tokenizer(path)
     return path
@@ -124,14 +127,14 @@ def test_transformers_gives_the_programs_logits_and_our_reader_its_integers(
 @pytest.mark.parametrize(
     "write",
     [
-        make.write_packed,
-        make.write_w8a8,
+        lambda path: make.write_packed(path, **ONE),
+        lambda path: make.write_w8a8(path, **ONE),
         lambda path: make.write_w8a8(path, "gemma3_text", static=True),
-        lambda path: make.write_packed(path, "qwen2", symmetric=False),
-        lambda path: make.write_packed(path, bits=8),
-        lambda path: make.write_awq(path),
-        lambda path: make.write_gptq(path, bits=2, version=2),
-        lambda path: make.write_bitsandbytes(path),
+        lambda path: make.write_packed(path, "qwen2", symmetric=False, **ONE),
+        lambda path: make.write_packed(path, bits=8, **ONE),
+        lambda path: make.write_awq(path, **ONE),
+        lambda path: make.write_gptq(path, bits=2, version=2, **ONE),
+        lambda path: make.write_bitsandbytes(path, **ONE),
     ],
 )
 def test_a_quantised_folder_goes_through_unchanged(tmp_path, write):
@@ -157,7 +160,7 @@ def test_a_quantised_folder_goes_through_unchanged(tmp_path, write):
 
 def test_the_rounding_of_inputs_is_compressed_tensors_own(tmp_path):
     """W8A8: transformers rounds inputs per token to ±127.5 steps, the Program to ±127: close, and not equal."""
-    written = make.write_w8a8(tmp_path / "source")
+    written = make.write_w8a8(tmp_path / "source", **ONE)
     report = optimize(
         written.path, "keep", tmp_path / "out", backend="checkpoint", overrides=["verify.max_kl=null"]
     )
@@ -318,7 +321,7 @@ def test_models_that_the_format_cannot_say(tmp_path, monkeypatch, arch, changes,
 
 
 def test_groups_across_the_inputs_are_refused(tmp_path):
-    written = make.write_gptq(tmp_path / "source", desc_act=True)
+    written = make.write_gptq(tmp_path / "source", desc_act=True, **ONE)
     with pytest.raises(InputError, match=r"(?s)q_proj.*desc_act"):
         optimize(written.path, "keep", tmp_path / "out", backend="checkpoint")
 
