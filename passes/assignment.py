@@ -144,6 +144,9 @@ def _resolve(program: Program, matrix: Matrix, notes: list[str]) -> Matrix:
     node = matrix.node
     kinds = [held(program.weight_of(part)) for part in matrices_of(node)]
     found = [kind for kind in kinds if kind is not None]
+    if kind_of(node) == "moe" and matrix.activation == "int8_static":
+        notes.append(f"experts take no static activation scale: {default_activation(matrix.weight)} instead")
+        matrix = replace(matrix, activation=default_activation(matrix.weight))
     if matrix.weight != "keep":
         notes += [
             f"{kind.found} rounded again to {matrix.weight}"

@@ -104,15 +104,7 @@ class CalibratedRounding:
 
     def run(self) -> list[str]:
         """Rewrite every linear and every moe that a recipe rounds with calibration; returns notes."""
-        quantise = self.recipe.quantise
-        self._options = GptqOptions(
-            quantise.damping,
-            quantise.block,
-            quantise.order,
-            quantise.static_groups,
-            quantise.range,
-            quantise.symmetric,
-        )
+        self._options = GptqOptions.of(self.recipe.quantise)
         self._spool = Spool()
         self._shared: tuple[fx.Node, Inputs] | None = None
         self._columns: dict[fx.Node, fx.Node] = {}
@@ -133,12 +125,15 @@ class CalibratedRounding:
             "fallbacks": self._fallbacks,
             "experts_with_few_tokens": self._few,
             "relative_errors": {name: float(f"{error:.6g}") for name, error in self._errors.items()},
-            "peak_bytes": walk.peak_bytes,
-            "spilled_bytes": walk.spilled_bytes,
         }
         if self._apart:
             self.record["outlier_columns"] = self._apart
-        notes = [f"{name} is rounded to nearest: {why}" for name, why in self._fallbacks.items()]
+        notes = []
+        if walk.spilled_bytes:
+            notes.append(
+                f"{walk.spilled_bytes / 1e6:,.0f} MB of activations waited on disk (calibration.memory)"
+            )
+        notes += [f"{name} is rounded to nearest: {why}" for name, why in self._fallbacks.items()]
         if self._few:
             notes.append(
                 f"{len(self._few)} experts saw fewer than {LEAST_EXPERT_TOKENS} calibration tokens and are rounded to nearest"
@@ -147,7 +142,8 @@ class CalibratedRounding:
 
     def _wanted(self, matrix: Matrix) -> bool:
         """Whether calibration decides something about a matrix: linears and experts; embeddings, heads and routers are not."""
-        return matrix.role == "linear" and matrix.is_integer
+        moe = kind_of(matrix.node) == "moe"
+        return matrix.role == "linear" and matrix.is_integer and (self._needs_gram or not moe)
 
     def _visit(self, walk: Walk, matrix: Matrix) -> Callable[[fx.Node], fx.Node]:
         def visit(node: fx.Node) -> fx.Node:

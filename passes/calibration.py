@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Samples"]
+from enginewright.recipes.errors import InputError
+
+__all__ = ["Samples", "needed"]
 
 
 @dataclass
@@ -56,3 +58,14 @@ def _digest(sequences: Sequence[Sequence[int]]) -> str:
         digest.update(len(sequence).to_bytes(8, "little"))
         digest.update(np.asarray(sequence, dtype="<i4").tobytes())
     return digest.hexdigest()
+
+
+def needed(samples: Samples | None, for_what: str) -> Samples:
+    """The samples, or InputError where a recipe asks for what cannot be done without."""
+    if samples is None:
+        raise InputError(
+            "the recipe needs calibration data, and none was given",
+            found=for_what,
+            action="give samples (`optimize` finds them by the recipe's `calibration`)",
+        )
+    return samples

@@ -20,6 +20,7 @@ from torch import Tensor
 from enginewright.passes.quant_formats import Grid, QuantTensor, from_grid, grouped
 from enginewright.passes.ranges import choose_grid
 from enginewright.recipes.formats import WeightFormat
+from enginewright.recipes.recipe import Quantise
 
 __all__ = ["GptqOptions", "Inverse", "NotPositiveError", "invert", "round_gptq"]
 
@@ -40,6 +41,12 @@ class GptqOptions:
     static_groups: bool = True
     range: str = "mse"
     symmetric: bool = False
+
+    @classmethod
+    def of(cls, section: Quantise) -> GptqOptions:
+        """The options that a recipe's section `quantise` gives."""
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: getattr(section, name) for name in names})
 
 
 @dataclass(frozen=True)

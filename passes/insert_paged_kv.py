@@ -38,7 +38,7 @@ class InsertPagedKv:
         self.options: Mapping[str, Any] = {
             "page_size": page_size,
             "kv_format": kv_format,
-            "layer_formats": dict(layer_formats),
+            "layer_formats": layer_formats,  # looked up when the pass runs: another pass may fill it
         }
 
     def run(self, program: Program) -> PassResult:

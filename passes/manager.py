@@ -31,10 +31,11 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class PassResult:
-    """What one run of a pass did: how many places it rewrote, and notes worth a user's attention."""
+    """What one run of a pass did: how many places it rewrote, notes worth a user's attention, and what the manifest keeps."""
 
     matches: int
     notes: tuple[str, ...] = ()
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Pass(Protocol):
@@ -65,6 +66,7 @@ class PassRecord:
     nodes_before: int
     nodes_after: int
     notes: tuple[str, ...] = ()
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 #: Called as progress(name, index, total) before each pass, and progress(None, total, total) at the end.
@@ -108,7 +110,9 @@ def run_steps(
         legality.check(program, ran)
         seconds = time.perf_counter() - started
         records.append(
-            PassRecord(name, result.matches, seconds, before, len(program.graph.nodes), result.notes)
+            PassRecord(
+                name, result.matches, seconds, before, len(program.graph.nodes), result.notes, result.record
+            )
         )
         program.notes.extend(f"{name}: {note}" for note in result.notes)
         _write(program, dump, index + 1, name)

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor, fx
 
 from enginewright.passes import dialect
-from enginewright.passes.assignment import Assigned, Matrix, assign, kind_of, notes_on
+from enginewright.passes.assignment import Matrix, assign, kind_of, notes_on
 from enginewright.passes.calibrated import CalibratedRounding
-from enginewright.passes.calibration import Samples
+from enginewright.passes.calibration import Samples, needed
 from enginewright.passes.kept import KeptWeight, input_order
 from enginewright.passes.manager import PassResult
 from enginewright.passes.matching import argument
+from enginewright.passes.mixed import choose_formats
 from enginewright.passes.program import Program
 from enginewright.passes.quant_formats import QuantisedWeight
 from enginewright.passes.weights import ConstantTensor
@@ -44,8 +45,7 @@ __all__ = ["Outliers", "Quantise", "Rewriting"]
 class Quantise:
     """The pass `quantise`; its options are the resolved recipe.
 
-    `samples` are needed where `recipe.calibrates` names something. `choose` may change the formats (mixed precision). `record`
-    holds, after the run, what the manifest says of the calibration.
+    `samples` are needed where `recipe.calibrates` names something.
     """
 
     name = "quantise"
@@ -54,19 +54,22 @@ class Quantise:
         self,
         recipe: Recipe,
         samples: Samples | None = None,
-        choose: Callable[[Program, Assigned], tuple[Assigned, list[str]]] | None = None,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.recipe, self.samples, self.choose, self.report = recipe, samples, choose, report
+        self.recipe, self.samples, self.report = recipe, samples, report
         self.options: Mapping[str, Any] = recipe.resolved()
-        self.record: dict[str, Any] = {}
 
     def run(self, program: Program) -> PassResult:
         """Rewrite every matrix in place. Raises InputError for patterns or formats that this model cannot have."""
+        if self.samples is None and self.recipe.calibrates:
+            needed(self.samples, ", ".join(self.recipe.calibrates))
         assigned, notes = assign(program, self.recipe)
-        if self.choose is not None:
-            assigned, chosen = self.choose(program, assigned)
-            notes += chosen
+        record: dict[str, Any] = {}
+        if self.samples is not None and self.recipe.mixed.wanted:
+            assigned, choices = choose_formats(
+                program, assigned, self.recipe.mixed, self.samples, self.report
+            )
+            record["mixed"] = [choice.to_dict() for choice in choices]
         notes = [*notes_on(program, assigned), *notes]
         rewriting = Rewriting(program, self.recipe.quantise.range, self.recipe.quantise.symmetric)
         if self.samples is not None:
@@ -74,11 +77,11 @@ class Quantise:
                 program, self.recipe, self.samples, assigned, rewriting, self.report
             )
             notes += rounding.run()
-            self.record = rounding.record
+            record |= rounding.record
         for node, matrix in assigned.items():
             if node.graph is program.graph and node not in rewriting.done:
                 rewriting.replace(matrix)
-        return PassResult(sum(matrix.weight != "f32" for matrix in assigned.values()), tuple(notes))
+        return PassResult(sum(matrix.weight != "f32" for matrix in assigned.values()), tuple(notes), record)
 
 
 @dataclass(frozen=True)

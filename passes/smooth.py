@@ -7,7 +7,9 @@
    weights change the block's own output least. Source: Lin et al. 2024, "AWQ", eqs. 4 and 5, and its implementation for w̄.
 3. `smoothquant`: s = max|x|^α / max|w|^(1-α); α is given, or searched in the same way with weights and activations
    rounded. Source: Xiao et al. 2023, "SmoothQuant", eq. 4.
-4. A candidate is kept only if it beats s = 1, which leaves the point as it is.
+4. A candidate is kept only if it beats s = 1, which leaves the point as it is. The search rounds to nearest, which is quick.
+   Where the recipe rounds otherwise (GPTQ, searched ranges), the winner, its square root and 1 compete once more, rounded
+   so, with the inputs of the tokens that the comparison does not use.
 
 A point's block is what its consumers' outputs go through until they meet values that do not come from them: for query, key
 and value up to the attention's output projection, for gate and up the whole MLP, for a lone projection itself. The search
@@ -17,23 +19,27 @@ sees exact inputs (nothing upstream is rounded yet) and a few thousand of the ca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from enginewright.passes.calibration import Samples
+from enginewright.passes.assignment import Assigned, assign
+from enginewright.passes.calibration import Samples, needed
 from enginewright.passes.dialect import OPS
 from enginewright.passes.dialect.numerics import simulate_activation
+from enginewright.passes.gptq import GptqOptions, NotPositiveError, invert, round_gptq
 from enginewright.passes.manager import PassResult
 from enginewright.passes.matching import argument, is_call
 from enginewright.passes.program import Program, executed
 from enginewright.passes.quant_formats import dequantise, fit_grid, grouped, quantise_rtn
+from enginewright.passes.ranges import choose_grid
 from enginewright.passes.smoothing import SmoothingPoint, apply, find_points, require_equal
 from enginewright.passes.walk import Walk
 from enginewright.recipes.formats import parse_weight
-from enginewright.recipes.recipe import ModuleFormat, Recipe
+from enginewright.recipes.recipe import Recipe
 
 __all__ = ["Smooth", "block_of"]
 
@@ -50,19 +56,18 @@ class Smooth:
     def __init__(
         self,
         recipe: Recipe,
-        formats: Callable[[Program], Mapping[fx.Node, ModuleFormat]],
-        samples: Samples,
+        samples: Samples | None,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.recipe, self.formats, self.samples, self.report = recipe, formats, samples, report
+        self.recipe, self.samples, self.report = recipe, samples, report
         self.options: Mapping[str, Any] = dataclasses.asdict(recipe.smooth)
-        self.record: dict[str, Any] = {}
 
     def run(self, program: Program) -> PassResult:
         """Scale every point, in place. Raises LoweringError if the logits change."""
+        samples = needed(self.samples, f"smooth.method {self.recipe.smooth.method}")
         points, notes = find_points(program)
-        formats = self.formats(program)
-        points = [p for p in points if any(_is_rounded(formats, node) for node in p.consumers)]
+        assigned, _ = assign(program, self.recipe)
+        points = [p for p in points if any(_is_rounded(assigned, node) for node in p.consumers)]
         options = self.recipe.smooth
         length = max(1, min(options.tokens, 4096))
         blocks = {point: block_of(point) for point in points}
@@ -73,7 +78,7 @@ class Smooth:
         ]
         walk = Walk(
             program,
-            self.samples.sequences,
+            samples.sequences,
             memory_bytes=int(self.recipe.calibration.memory * 2**30),
             keep=keep,
             batch_tokens=length,
@@ -84,7 +89,7 @@ class Smooth:
 
         def visit(point: SmoothingPoint) -> Callable[[fx.Node], None]:
             def search(_node: fx.Node) -> None:
-                found = _Search(walk, point, blocks[point], formats, options).run()
+                found = _Search(walk, point, blocks[point], assigned, self.recipe).run()
                 if found is None:
                     kept.append(point.name)
                 else:
@@ -108,13 +113,14 @@ class Smooth:
         for point in points:
             if point.name in scales:
                 apply(program, point, scales[point.name])
-        tokens = self.samples.sequences[0][:_CHECKED_TOKENS]
+        tokens = samples.sequences[0][:_CHECKED_TOKENS]
         program.recompile()
         difference = require_equal(self.name, before, program, scales, tokens)
-        self.record = {"scaled": len(scales), "left_at_default": kept, "logit_difference": difference}
+        record = {"scaled": len(scales), "left_at_default": kept, "not_scaled": notes}
         if kept:
             notes = [*notes, f"{len(kept)} of {len(points)} points keep scale 1: no candidate was better"]
-        return PassResult(len(scales), tuple(notes))
+        notes = [*notes, f"logits differ by {difference:.1e} of the largest"]
+        return PassResult(len(scales), tuple(notes), record)
 
 
 def block_of(point: SmoothingPoint) -> list[fx.Node]:
@@ -177,9 +183,12 @@ def _ends(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if any(user not in inside for user in node.users)]
 
 
-def _is_rounded(formats: Mapping[fx.Node, ModuleFormat], node: fx.Node) -> bool:
-    form = formats.get(node)
-    return form is not None and form.weight != "keep" and parse_weight(form.weight).kind != "float"
+def _is_rounded(assigned: Assigned, node: fx.Node) -> bool:
+    return node in assigned and assigned[node].is_integer
+
+
+Rounding = Callable[[Tensor, fx.Node, Tensor], Tensor]
+"""(weights already scaled, their node, the scale of each input) -> what rounding makes of them."""
 
 
 class _Search:
@@ -190,12 +199,12 @@ class _Search:
         walk: Walk,
         point: SmoothingPoint,
         block: Sequence[fx.Node],
-        formats: Mapping[fx.Node, ModuleFormat],
-        options: Any,
+        assigned: Assigned,
+        recipe: Recipe,
     ) -> None:
-        self.walk, self.point, self.block, self.options = walk, point, block, options
-        self.formats = formats
-        self.rounded = [node for node in point.consumers if _is_rounded(formats, node)]
+        self.walk, self.point, self.block = walk, point, block
+        self.assigned, self.recipe, self.options = assigned, recipe, recipe.smooth
+        self.rounded = [node for node in point.consumers if _is_rounded(assigned, node)]
         self.matrices = {_matrix(node): node for node in self.rounded}
         self.weights = {matrix: executed(walk.program.weight_of(matrix)) for matrix in self.matrices}
 
@@ -204,12 +213,48 @@ class _Search:
         plain = self.walk.evaluate_with(self.block, 0, {})
         self.wanted = [plain[node] for node in _ends(self.block)]
         self.x = self.walk.value(self.point.activation, 0)
-        best, least = None, self._error(torch.ones(self.point.channels))
-        for scales in self._candidates():
-            error = self._error(scales)
+        best = self._best(self._candidates(), self._nearest)
+        plain = self.recipe.quantise.method == "rtn" and self.recipe.quantise.range == "minmax"
+        if best is not None and not plain and not any(is_call(node, OPS["moe"]) for node in self.rounded):
+            best = self._best([best, best.sqrt()], self._as_recipe)
+        return best
+
+    def _best(self, candidates: Iterable[Tensor], rounding: Rounding) -> Tensor | None:
+        best, least = None, self._error(torch.ones(self.point.channels), rounding)
+        for scales in candidates:
+            error = self._error(scales, rounding)
             if error < least:
                 best, least = scales, error
         return best
+
+    def _nearest(self, weight: Tensor, node: fx.Node, spread: Tensor) -> Tensor:
+        return _rounded(weight, self.assigned[node].weight)
+
+    def _as_recipe(self, weight: Tensor, node: fx.Node, spread: Tensor) -> Tensor:
+        """Rounded by the recipe's method, for inputs divided by `spread`."""
+        form, quantise = parse_weight(self.assigned[node].weight), self.recipe.quantise
+        gram, tokens = self._gram
+        gram = gram / torch.outer(spread, spread)
+        if quantise.method == "gptq":
+            options = GptqOptions.of(quantise)
+            try:
+                inverse = invert(gram, tokens, options)
+            except NotPositiveError:
+                return self._nearest(weight, node, spread)
+            return dequantise(round_gptq(weight, gram, inverse, form, options))
+        x, _ = grouped(weight, form)
+        grid = choose_grid(weight, form, quantise.range, symmetric=quantise.symmetric, gram=gram)
+        return grid.values(grid.codes(x)).flatten(-2)[..., : weight.shape[-1]]
+
+    @functools.cached_property
+    def _gram(self) -> tuple[Tensor, int]:
+        """XᵀX of all batches but the one that errors are measured on (of that one, where it is alone), and the tokens."""
+        batches = list(self.walk.inputs(self.point.activation))
+        rows = [x.reshape(-1, x.shape[-1]) for x in batches[1:] or batches]
+        gram = rows[0].T @ rows[0]
+        for more in rows[1:]:
+            gram.addmm_(more.T, more)
+        return gram, sum(map(len, rows))
 
     def _candidates(self) -> Iterator[Tensor]:
         mean, largest = self._activation_statistics()
@@ -245,7 +290,7 @@ class _Search:
         """The mean over outputs of |w| as a share of its group's largest, [K]."""
         shares = []
         for matrix, weight in self.weights.items():
-            form = parse_weight(self.formats[self.matrices[matrix]].weight)
+            form = parse_weight(self.assigned[self.matrices[matrix]].weight)
             groups, _ = grouped(_flat(weight).abs(), form)
             share = groups / groups.amax(-1, keepdim=True).clamp(min=1e-12)
             shares.append(share.flatten(-2)[:, : weight.shape[-1]])
@@ -259,16 +304,17 @@ class _Search:
         reduce = "mean" if how == "mean" else "amax"
         return start.scatter_reduce(0, self.point.index, values, reduce, include_self=False)
 
-    def _error(self, scales: Tensor) -> float:
+    def _error(self, scales: Tensor, rounding: Rounding) -> float:
         """The squared error of the block's outputs with consumers rounded under these scales."""
         spread = self.point.spread(scales)
         given: dict[fx.Node, Any] = {}
         rounds_input = self.options.method == "smoothquant"
         for matrix, node in self.matrices.items():
-            given[matrix] = _rounded(self.weights[matrix] * spread, self.formats[node].weight) / spread
+            rounded = rounding(self.weights[matrix] * spread, node, spread)
+            given[matrix] = rounded / spread
         if rounds_input:
             # Several consumers read one rounded activation; those of one point share its format.
-            activation = self.formats[self.rounded[0]].activation
+            activation = self.assigned[self.rounded[0]].activation
             x = self.x.reshape(*self.x.shape[:1], -1) if self.x.shape[-1] != len(spread) else self.x
             static = float((x / spread).abs().max()) / 127 if activation == "int8_static" else 0.0
             given[self.point.activation] = (

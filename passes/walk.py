@@ -66,11 +66,14 @@ class Walk:
         self._constants: dict[fx.Node, Any] = {}
         self.peak_bytes = self.spilled_bytes = 0  # of values in flight, after `run`
 
-    def run(self, visit: Mapping[fx.Node, Visit]) -> None:
-        """Walk to the last node of `visit`: node -> what to call when it is reached."""
+    def run(self, visit: Mapping[fx.Node, Visit], whole: bool = False) -> None:
+        """Walk to the last node of `visit`: node -> what to call when it is reached.
+
+        Only what those nodes need is computed; with `whole`, everything before them, and values stay that later nodes use.
+        """
         order = list(self.program.graph.nodes)
         last = max((self._place[node] for node in visit), default=-1)
-        needed = self._needed(order[: last + 1], visit)
+        needed = set(order[: last + 1]) if whole else self._needed(order[: last + 1], visit)
         started, work, done = time.perf_counter(), _work(needed), 0.0
         with torch.no_grad():
             for place, node in enumerate(order[: last + 1]):
@@ -80,7 +83,7 @@ class Walk:
                 if new is not None and new is not node:
                     self._uses[new], self._place[new] = self._uses[node], place
                     node = new
-                if self._next_use(node, place) <= last:
+                if self._next_use(node, place) < _NEVER:
                     self._evaluate(node, place)
                 self._values.release(place, self._next_use)
                 done += _cost(node)
@@ -106,10 +109,21 @@ class Walk:
         return self._values.get(node, batch)
 
     def evaluate_with(
-        self, nodes: Sequence[fx.Node], batch: int, given: Mapping[fx.Node, Any]
+        self,
+        nodes: Sequence[fx.Node],
+        batch: int,
+        given: Mapping[fx.Node, Any],
+        wanted: Sequence[fx.Node] | None = None,
     ) -> dict[fx.Node, Any]:
-        """Evaluate `nodes` (in graph order) on one batch, with `given` values of some nodes in place of their own."""
+        """Evaluate `nodes` (in graph order) on one batch, with `given` values of some nodes in place of their own.
+
+        Returns the values of `wanted` (None: of all); the others are dropped after their last use.
+        """
         values = dict(given)
+        last = (
+            {source: node for node in nodes for source in node.all_input_nodes} if wanted is not None else {}
+        )
+        kept = set(wanted or ())
 
         def value_of(node: fx.Node) -> Any:
             return values[node] if node in values else self.value(node, batch)
@@ -118,6 +132,9 @@ class Walk:
             if node not in given:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
                 values[node] = self._call(node, batch, args, kwargs)
+            for source in node.all_input_nodes:
+                if last.get(source) is node and source not in kept:
+                    values.pop(source, None)
         return values
 
     # Evaluation.

@@ -8,7 +8,7 @@ import pytest
 from enginewright.runtime.engine import Engine
 from tests import engines
 
-RECIPES = ["int4", "bf16"]
+RECIPES = ["int4", "bf16", "bf16 kv_cache.format=int8"]  # with overrides
 
 
 def bits(logits: np.ndarray) -> np.ndarray:
@@ -23,7 +23,7 @@ def crowd(engine: Engine, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_alone_among_others_in_chunks_and_by_threads(recipe: str) -> None:
-    with engines.load("smollm2", recipe, threads=2) as engine:
+    with engines.load("smollm2", *recipe.split(), threads=2) as engine:
         prompts = crowd(engine, 32)
         together = engine.logits(prompts)
         for index in (0, 5, 31):
@@ -34,7 +34,7 @@ def test_alone_among_others_in_chunks_and_by_threads(recipe: str) -> None:
                 )
         texts = [c.text for c in engine.generate(prompts, max_tokens=12, temperature=0.8, seed=5)]
         assert engine.generate([prompts[5]], max_tokens=12, temperature=0.8, seed=5)[0].text == texts[5]
-    with engines.load("smollm2", recipe, threads=1, weights="copy") as other:
+    with engines.load("smollm2", *recipe.split(), threads=1, weights="copy") as other:
         assert np.array_equal(bits(other.logits([prompts[5]])[0]), bits(together[5]))
         assert other.generate([prompts[5]], max_tokens=12, temperature=0.8, seed=5)[0].text == texts[5]
 
@@ -43,7 +43,7 @@ def test_alone_among_others_in_chunks_and_by_threads(recipe: str) -> None:
 def test_what_the_pool_held_before_does_not_matter(recipe: str) -> None:
     answers = []
     for poison in (0.0, float("nan"), 1e30):
-        with engines.load("smollm2", recipe) as engine:
+        with engines.load("smollm2", *recipe.split()) as engine:
             engine.executor.fill_pool(poison)
             prompts = crowd(engine, 4)
             answers.append([bits(logits) for logits in engine.logits(prompts, chunk_size=33)])
@@ -51,9 +51,10 @@ def test_what_the_pool_held_before_does_not_matter(recipe: str) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(answers[0], other, strict=True))
 
 
-def test_a_windowed_model_with_a_fact_beyond_the_window() -> None:
+@pytest.mark.parametrize("overrides", [(), ("kv_cache.format=int8",)], ids=str)
+def test_a_windowed_model_with_a_fact_beyond_the_window(overrides: tuple[str, ...]) -> None:
     """Gemma's sliding layers give pages back while its full layers keep everything: chunks and whole agree bit for bit."""
-    with engines.load("gemma3", "int4") as engine:
+    with engines.load("gemma3", "int4", *overrides) as engine:
         tokens = engines.text_tokens(engine, 900)
         whole = engine.logits([tokens])[0][-40:]
         chunked = engine.logits([tokens], chunk_size=100)[0][-40:]

@@ -13,7 +13,7 @@ import platform
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from enginewright import __version__
 from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
 from enginewright.backends.base import Backend
+from enginewright.calibration import check_calibration, from_file, from_model
+from enginewright.passes.calibration import Samples
 from enginewright.passes.capture import capture
 from enginewright.passes.manager import Step, run_steps
 from enginewright.passes.normalise import Normalise
@@ -66,6 +68,7 @@ def optimize(
     *,
     backend: str = "cpu",
     overrides: Iterable[str] = (),
+    calibration: str | os.PathLike[str] | None = None,
     dump: str | os.PathLike[str] | None = None,
     force: bool = False,
     allow_unverified: bool = False,
@@ -74,7 +77,8 @@ def optimize(
     """Build the engine of `model` by `recipe` into the folder `out`.
 
     `model` is a Hugging Face folder, a `.gguf` file, or a hub name (needs a network). `overrides` are `key=value` changes of
-    recipe fields. `dump` is a folder that receives the graph after every pass. `force` replaces an engine at `out`.
+    recipe fields; `calibration` is the recipe's `calibration.source`: a file of text, or `self`. `dump` is a folder that
+    receives the graph after every pass. `force` replaces an engine at `out`.
 
     Raises InputError and its kin for what cannot be used, and VerificationError when the engine's answers leave the recipe's
     limits (then nothing is published, unless `allow_unverified`).
@@ -82,6 +86,10 @@ def optimize(
     started = time.perf_counter()
     progress = progress or Progress()
     resolved = load_recipe(str(recipe), list(overrides))
+    if calibration is not None:
+        given = replace(resolved.calibration, source=os.fspath(calibration))
+        resolved = replace(resolved, calibration=given)
+    check_calibration(resolved)
     target = get_backend(backend)
     out = (
         Path(out)
@@ -108,8 +116,9 @@ def optimize(
                 f"{program.facts.architecture}, {program.facts.parameters / 1e6:,.1f} M parameters"
             )
         judge = program.clone()
-        order = steps(resolved, Stage[target.stage], gate)
-        passes = _run_passes(program, order, progress, dump)
+        samples = _samples(source, program, resolved, progress)
+        order = steps(resolved, samples, progress.update, until=Stage[target.stage], gate=gate)
+        passes, records = _run_passes(program, order, progress, dump)
         with progress.stage("lower") as record:
             files = target.lower(
                 program,
@@ -123,6 +132,8 @@ def optimize(
             record.detail = f"{sum((writer.path / file).stat().st_size for file in files) / 1e6:,.1f} MB"
         source.write_tokenizer(writer.path)
         manifest = _manifest(program, source, resolved, target)
+        if samples is not None:
+            manifest["calibration"] = {**samples.provenance(), **records}
         build = _build_log(passes, program.notes)
         with progress.stage("verify") as record:
             verification = _verify(writer, manifest, build, judge, resolved, target, progress)
@@ -135,9 +146,26 @@ def optimize(
     return BuildReport(path, open_engine(path).manifest, passes, time.perf_counter() - started)
 
 
+def _samples(source: ModelSource, program: Program, recipe: Recipe, progress: Progress) -> Samples | None:
+    """Calibration data, where the recipe asks for it."""
+    if not recipe.calibrates:
+        return None
+    with progress.stage("calibrate") as record:
+        if recipe.calibration.source == "self":
+            samples = from_model(source, program, recipe.calibration, progress.update)
+        else:
+            samples = from_file(source, recipe.calibration)
+        record.detail = (
+            f"{len(samples.sequences)} samples, {samples.tokens:,} tokens from {samples.source} for "
+            + ", ".join(recipe.calibrates)
+        )
+    return samples
+
+
 def _run_passes(
     program: Program, order: list[Step], progress: Progress, dump: str | os.PathLike[str] | None
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run the passes; returns their log, and by name what the manifest keeps of each."""
     folder = None if dump is None else Path(dump)
     with progress.stage("passes") as record:
         records = run_steps(
@@ -151,7 +179,7 @@ def _run_passes(
         record.detail = f"{records[0].nodes_before:,} nodes became {records[-1].nodes_after:,}"
     for entry in records:
         progress.add(StageRecord(entry.name, entry.seconds, entry.matches, "; ".join(entry.notes)), indent=2)
-    return [
+    log = [
         {
             "name": entry.name,
             "matches": entry.matches,
@@ -160,6 +188,7 @@ def _run_passes(
         }
         for entry in records
     ]
+    return log, {entry.name: dict(entry.record) for entry in records if entry.record}
 
 
 def _manifest(program: Program, source: ModelSource, recipe: Recipe, backend: Backend) -> dict[str, Any]:

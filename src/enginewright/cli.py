@@ -111,6 +111,12 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     help="Change a field of the recipe, as linear.weight=int8.",
 )
 @click.option(
+    "--calibration",
+    metavar="FILE",
+    help="Text for recipes that calibrate: .txt, .jsonl or .parquet, or `self`: the model writes it.  "
+    "[default: the recipe's, self]",
+)
+@click.option(
     "--dump",
     type=click.Path(path_type=Path, file_okay=False),
     help="Write the graph after every pass to this folder.",
@@ -138,6 +144,7 @@ def optimize(
     output: Path | None,
     backend: str,
     overrides: tuple[str, ...],
+    calibration: str | None,
     dump: Path | None,
     force: bool,
     allow_unverified: bool,
@@ -160,6 +167,7 @@ def optimize(
         out=output,
         backend=backend,
         overrides=overrides,
+        calibration=calibration,
         dump=dump,
         force=force,
         allow_unverified=allow_unverified,

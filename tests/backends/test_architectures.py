@@ -6,6 +6,7 @@ logit, however the prompts are cut into steps; and the engine's own answers are 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from pathlib import Path
@@ -17,8 +18,10 @@ import torch
 from enginewright.backends.cpu.lower import lower
 from enginewright.backends.reference.executor import ReferenceExecutor
 from enginewright.passes.capture import capture
+from enginewright.passes.insert_paged_kv import InsertPagedKv
+from enginewright.passes.manager import run_steps
 from enginewright.passes.normalise import Normalise
-from enginewright.passes.pipeline import run_pipeline
+from enginewright.passes.pipeline import steps
 from enginewright.passes.program import Program, Stage
 from enginewright.recipes.recipe import load_recipe
 from tests.backends.stepping import Floats, Stepper, alone, in_chunks
@@ -51,18 +54,31 @@ def normalised(arch: str) -> Program:
 
 
 @functools.cache
-def engine(arch: str, recipe_name: str, page_size: int) -> tuple[Program, tempfile.TemporaryDirectory[str]]:
-    """An architecture's final Program and its lowered files. Keys and values are kept in f32."""
-    recipe = load_recipe(recipe_name, [f"kv_cache.page_size={page_size}", "kv_cache.format=f32"])
+def engine(
+    arch: str,
+    recipe_name: str,
+    page_size: int,
+    kv_format: str = "f32",
+    layer_formats: tuple[tuple[int, str], ...] = (),
+) -> tuple[Program, tempfile.TemporaryDirectory[str]]:
+    """An architecture's final Program and its lowered files. Keys and values are kept in f32 unless asked otherwise."""
+    recipe = load_recipe(recipe_name, [f"kv_cache.page_size={page_size}", f"kv_cache.format={kv_format}"])
     program = normalised(arch).clone()
-    run_pipeline(program, recipe)
+    insert = InsertPagedKv(page_size, kv_format, dict(layer_formats))
+    run_steps(
+        program,
+        [
+            dataclasses.replace(step, rewrite=insert) if step.rewrite.name == insert.name else step
+            for step in steps(recipe)
+        ],
+    )
     directory = tempfile.TemporaryDirectory()
     lower(program, recipe, Path(directory.name))
     return program, directory
 
 
-def load(arch: str, recipe: str = "fp32", page_size: int = 16):  # type: ignore[no-untyped-def]
-    directory = Path(engine(arch, recipe, page_size)[1].name)
+def load(arch: str, recipe: str = "fp32", page_size: int = 16, *cache):  # type: ignore[no-untyped-def]
+    directory = Path(engine(arch, recipe, page_size, *cache)[1].name)
     return executor_module.CpuExecutor(
         directory / "program.json", directory / "weights.bin", threads=2, max_tokens=64
     )
@@ -127,3 +143,35 @@ def test_rounded_weights_and_activations_are_those_of_the_reference(arch: str, r
     for name, want in alone(ReferenceExecutor(engine(arch, recipe, 16)[0]), PROMPTS, 64).items():
         error = np.abs(found[name] - want) / np.abs(want).max()
         assert np.median(error) <= TOLERANCE and error.max() <= 1e-2
+
+
+CACHES = {
+    "int8": ("int8", ()),
+    "bf16": ("bf16", ()),
+    "mixed": ("int8", ((0, "bf16"), (1, "f32"))),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gpt_oss", "mpt", "deepseek_v3"])
+def test_a_rounded_cache_is_that_of_the_reference(arch: str, cache: str) -> None:
+    """Both backends keep the same codes and scales. What is left: the cpu's queries and softmax weights are bf16."""
+    program = engine(arch, "fp32", 16, *CACHES[cache])[0]
+    usual, others = CACHES[cache]
+    layers = [layer for group in program.facts.kv_groups for layer in group.layers]
+    assert sorted(layer.format for layer in layers) == sorted(
+        dict(others).get(i, usual) for i in range(len(layers))
+    )
+    executor = load(arch, "fp32", 16, *CACHES[cache])
+    found = alone(executor, PROMPTS, 64)
+    for chunk in (1, 7):
+        for name, logits in in_chunks(executor, PROMPTS, chunk).items():
+            assert np.array_equal(found[name], logits)
+    executor.close()
+    for name, want in alone(ReferenceExecutor(program), PROMPTS, 64).items():
+        error = np.abs(found[name] - want) / np.abs(want).max()
+        assert np.median(error) <= 2e-3 and np.quantile(error, 0.99) <= 1e-2
+        if cache == "int8":  # far less than what the codes' rounding does to the logits
+            assert np.median(error) < 0.7 * np.median(
+                np.abs(want - expected(arch)[name]) / np.abs(want).max()
+            )

@@ -47,7 +47,7 @@ def plain(path: Path, arch: str = "llama", dtype: torch.dtype = torch.float32, *
 
 def quantised(path: Path, recipe: str, *overrides: str) -> Program:
     program = capture(path)
-    order = steps(load_recipe(recipe, list(overrides)), Stage.QUANTISED)
+    order = steps(load_recipe(recipe, list(overrides)), until=Stage.QUANTISED)
     run_steps(program, [Step(Normalise(), Stage.NORMALISED, required=True), *order])
     return program
 
@@ -221,7 +221,7 @@ class Halved(OnePlus):
 def smoothed(path: Path) -> Program:
     """Gemma with the norms before attention doubled, and what reads them halved."""
     program = capture(path)
-    order = steps(load_recipe("int8", list(PLAIN)), Stage.QUANTISED)
+    order = steps(load_recipe("int8", list(PLAIN)), until=Stage.QUANTISED)
     run_steps(program, [Step(Normalise(), Stage.NORMALISED, required=True), *order[:-1]])
     for node in program.graph.nodes:
         if is_call(node, OPS["rms_norm"], OPS["add_rms_norm"]):

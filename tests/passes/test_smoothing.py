@@ -422,6 +422,14 @@ def test_a_quotient_passes_its_numerator_alone(over):
     kinds, _ = points_of(build.finish(linear(build, quotient, 6, "down")))
     assert kinds == ([] if over else ["linear"])
 
+    build = Build(Stage.FUSED)
+    x = build.hidden(6)
+    up, other = linear(build, x, 8, "up"), linear(build, x, 8, "other")
+    inverse = linear(build, build.call(aten.div.Tensor, other, up), 6, "inverse")
+    kinds, notes = points_of(build.finish(linear(build, up, 6, "down"), inverse))
+    assert kinds == ["linear"]  # other → inverse
+    assert "the channels of up also reach aten::div.Tensor" in next(n for n in notes if n.startswith("down"))
+
 
 @pytest.mark.parametrize("key", [False, True])
 def test_values_read_twice(key):

@@ -25,6 +25,7 @@ static constexpr int kTileQueries = 4, kTileBlocks = 1;
 static_assert(kTileQueries <= kMaxTileQueries);
 static constexpr int kSpanBlocks = kAttentionSpan / kKvBlockTokens;
 static constexpr int kAheadBlocks = 4;  // prefetch distance: 64 tokens
+static constexpr int kTilesOfCodes = 4;  // so many read int8's codes each for itself; more share them as bf16
 static constexpr int kScoreStride = kAttentionSpan + 16;
 
 /// Keys [begin, end) of a span, counted from its first.
@@ -403,16 +404,16 @@ static void tile_states_of(int count, const Call<Cache>& call, const SpanBlocks&
 /// A chunk is cut into the fewest tiles, of nearly equal size.
 EW_INLINE int tiles_of(int queries) { return (queries + kTileQueries - 1) / kTileQueries; }
 
-/// The states over one span of the chunk's `count` queries, tile by tile: done(i, size, states) takes those of queries
-/// [i, i + size). Only the first tile fetches: the others find the span in cache.
-template <class Cache, class Place, class Done>
-static void chunk_states(const Call<Cache>& call, const SpanBlocks& blocks, int span, int begin, int count,
-                         Place place, Done done) {
+/// The states over one span of the chunk's `count` queries, tile by tile, stored at place(first query): done(first, size)
+/// takes a tile's. Where it fetches, the first tile does: the others find the span in cache.
+template <bool Fetch, class Cache, class Place, class Done>
+static void each_tile(const Call<Cache>& call, const SpanBlocks& blocks, int span, int begin, int count, Place place,
+                      Done done) {
   const int tiles = tiles_of(count);
   for (int tile = 0; tile < tiles; ++tile) {
     const int i = count * tile / tiles, size = count * (tile + 1) / tiles - i;
-    if (tile == 0) {
-      tile_states_of<Cache, true>(size, call, blocks, span, begin + i, i, place(i));
+    if (Fetch && tile == 0) {
+      tile_states_of<Cache, Fetch>(size, call, blocks, span, begin + i, i, place(i));
     } else {
       tile_states_of<Cache, false>(size, call, blocks, span, begin + i, i, place(i));
     }
@@ -420,15 +421,17 @@ static void chunk_states(const Call<Cache>& call, const SpanBlocks& blocks, int 
   }
 }
 
-/// int8: one tile reads the codes, several share them as bf16. The sums are the same.
+template <class Cache, class Place, class Done>
+static void chunk_states(const Call<Cache>& call, const SpanBlocks& blocks, int span, int begin, int count,
+                         Place place, Done done) {
+  each_tile<true>(call, blocks, span, begin, count, place, done);
+}
+
+/// Few tiles read the codes of int8 themselves; many share them as bf16. The sums are the same.
 template <class Place, class Done>
 static void chunk_states(const Call<CacheInt8>& call, const SpanBlocks& blocks, int span, int begin, int count,
                          Place place, Done done) {
-  const int tiles = tiles_of(count);
-  if (tiles == 1) {
-    tile_states_of<CacheInt8, true>(count, call, blocks, span, begin, 0, place(0));
-    return done(0, count);
-  }
+  if (tiles_of(count) <= kTilesOfCodes) return each_tile<true>(call, blocks, span, begin, count, place, done);
   const Call<CacheWidened> wide(call);
   const int64_t bytes = widened_block_bytes(call.layout);
   SpanBlocks widened;
@@ -440,11 +443,7 @@ static void chunk_states(const Call<CacheInt8>& call, const SpanBlocks& blocks, 
     widened.block[b] = block;
   }
   for (int b = 1; b <= kAheadBlocks; ++b) widened.block[blocks.last + b] = call.widened;
-  for (int tile = 0; tile < tiles; ++tile) {
-    const int i = count * tile / tiles, size = count * (tile + 1) / tiles - i;
-    tile_states_of<CacheWidened, false>(size, wide, widened, span, begin + i, i, place(i));
-    done(i, size);
-  }
+  each_tile<false>(wide, widened, span, begin, count, place, done);
 }
 
 /// The blocks of a span that queries [begin, end) see; false where they see none.

@@ -5,18 +5,18 @@
 // stream, and the body interleaves the 16 outputs so that one 64-byte load feeds 16 lanes. G is the weight's group, or 32 for
 // an integer format with one scale a channel, whose header counts one group:
 //
-//   format          k padded to  header                                        body
-//   f32             1            -                                             [k][16] f32
-//   bf16            2            -                                             [k/2][16][2] bf16
-//   fp8             4            [16] f32 scale                                [k/4][4][2][4][2] u8: 4 rows, a pair of k, row, k
-//   int8            32           [16] f32 scale                                [k/4][16][4] u8 = code + 128
-//   int8_gG         G            [k/G][16] f16 scale                           [k/4][16][4] u8 = code + 128
-//   uint8…          G            [k/G][16] f16 scale, [k/G][16] f16 second     [k/4][16][4] u8
-//   int4…           G            the same                                      [k/8][16][4] u8: low nibble k+j, high nibble k+4+j
-//   int2…           G            the same                                      [k/16][16][4] u8: bits 2q, 2q+1 hold k+4q+j
-//   int3…           G            the same                                      [k/16] of: [16][4] u8, the low two bits as int2;
-//                                                                              [32] u8, the third bits: with i = 4*row + j, that of
-//                                                                              k+4q+j is bit (2q + 2 + i/32) % 8 of byte i % 32
+//   format     k padded to  header                                      body
+//   f32        1            -                                           [k][16] f32
+//   bf16       2            -                                           [k/2][16][2] bf16
+//   fp8        4            [16] f32 scale                              [k/4][4][2][4][2] u8: 4 rows, a pair of k, row, k
+//   int8       32           [16] f32 scale                              [k/4][16][4] u8 = code + 128
+//   int8_gG    G            [k/G][16] f16 scale                         [k/4][16][4] u8 = code + 128
+//   uint8…     G            [k/G][16] f16 scale, [k/G][16] f16 second   [k/4][16][4] u8
+//   int4…      G            the same                                    [k/8][16][4] u8: low nibble k+j, high k+4+j
+//   int2…      G            the same                                    [k/16][16][4] u8: bits 2q, 2q+1 hold k+4q+j
+//   int3…      G            the same                                    [k/16] of: [16][4] u8, the low bits as int2;
+//                                                                       [32] u8, the third bits: with i = 4*row + j,
+//                                                                       k+4q+j's is bit (2q+2 + i/32) % 8 of byte i % 32
 //
 // Headers and tiles are padded to a multiple of 64 bytes. The value of a code:
 //   symmetric (int8)   w = scale * code, code -127..127 (-128 is legal)

@@ -17,13 +17,14 @@
 //   prepare(weight, x, ldx, rows, prepared)                  each row of x becomes one block of prepared_row_bytes(weight)
 //   linear(weight, prepared, rows, t0, t1, bias, y, ldy)     outputs 16*t0 .. 16*t1-1 of each row
 //
-// A prepared row depends only on x and on how the weight rounds its input (activation, k, group, columns kept apart): siblings
-// that share these may share it. Its content belongs to the variant. Today: f32 and bf16 hold the values; the integer formats
-// hold k int8 codes, then a f32 scale per group, then a 32-bit word per group that carries the sum of the codes for the weight's
-// offset, then the columns kept apart in bf16.
-// Activations are quantised symmetrically. A scale of a row and group, or of a row: max|x| / 127, code = round to nearest even
-// of x * (127 / max|x|); where max|x| is below 2^-100 it counts as zero. One given scale: code = round to nearest even of
-// x / scale, clamped to -127..127; a row that holds NaN has the scale NaN. Columns kept apart are zero before all that.
+// A prepared row depends only on x and on how the weight rounds its input (activation, k, group, columns kept apart):
+// siblings that share these may share it. Its content belongs to the variant. Today: f32 and bf16 hold the values; the
+// integer formats hold k int8 codes, then a f32 scale per group, then a 32-bit word per group that carries the sum of the
+// codes for the weight's offset, then the columns kept apart in bf16.
+// Activations are quantised symmetrically. With a scale of a row and group, or of a row: max|x| / 127, code = round to
+// nearest even of x * (127 / max|x|); where max|x| is below 2^-100 it counts as zero. With one given scale: code = round to
+// nearest even of x / scale, clamped to -127..127; a row that holds NaN has the scale NaN. Columns kept apart are zero
+// before all that.
 #pragma once
 
 #include <cstdint>

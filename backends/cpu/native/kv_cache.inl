@@ -93,7 +93,9 @@ struct CacheInt8 : CacheBf16 {
   static constexpr int lane_bytes = 2;
   static constexpr bool scaled = true;
 
-  EW_INLINE Vector load_lanes(const uint8_t* p) { return widen_codes(p); }
+  using Vector = Codes;
+  EW_INLINE Vector load_lanes(const uint8_t* p) { return load_codes(p); }
+  EW_INLINE F16 multiply(F16 sum, Vector v, Factor factor) { return dot2_bf16(sum, v, factor); }
   EW_INLINE Vector keep(Vector v, int, int) { return v; }  // codes are finite, whatever they are: times zero they vanish
 
   // One- and two-byte stores, as above.
@@ -156,11 +158,15 @@ struct BlockParts {
 /// One block of int8 as bf16.
 static void widen_block(const BlockParts<CacheInt8>& from, const BlockParts<CacheWidened>& to, const uint8_t* block,
                         const uint8_t* ahead, uint8_t* out) {
-  for (int64_t i = 0; i < from.key_scales; i += 64) prefetch_t1(ahead + i);
-  for (int step = 0; step < from.key_steps; ++step) store_bytes(out + step * 64, widen_codes(block + step * 32));
-  for (int64_t i = from.values; i < from.key_scales; i += 32) {
-    store_bytes(out + to.values + (i - from.values) * 2, widen_codes(block + i));
-  }
+  const auto widen = [&](int64_t i, uint8_t* wide) {
+    prefetch_t1(ahead + i);
+    store_bytes(wide, widen_codes(block + i));
+    store_bytes(wide + 64, widen_codes(block + i + 32));
+  };
+  for (int64_t i = 0; i < from.values; i += 64) widen(i, out + i * 2);  // the step that pads an odd number is overwritten
+  for (int64_t i = from.values; i < from.key_scales; i += 64) widen(i, out + to.values + (i - from.values) * 2);
+  prefetch_t1(ahead + from.key_scales);
+  prefetch_t1(ahead + from.value_scales);
   __builtin_memcpy(out + to.key_scales, block + from.key_scales, kKvScaleBytes);
 }
 

@@ -10,22 +10,29 @@
 
 namespace ew::EW_ISA_NS {
 
-// The largest block: as many sums as the register file holds beside the weights. The float formats keep two per output.
+// The largest block: as many sums as the register file holds beside the weights. The float formats keep two per output; fp8
+// has more rows instead of two tiles where it can, since a decoded tile then serves them all.
 #if defined(EW_ISA_AVX512)
 constexpr int kIntegerRows = 8;
 constexpr int kFloat32Rows = 6;
 constexpr int kBfloat16Rows = 6;
+constexpr int kFp8Rows = 12;
 constexpr int kBlockTiles = 2;
+constexpr int kFp8Tiles = 1;
 #elif defined(EW_ISA_AVX2)
 constexpr int kIntegerRows = 4;
 constexpr int kFloat32Rows = 3;
 constexpr int kBfloat16Rows = 2;
+constexpr int kFp8Rows = 2;
 constexpr int kBlockTiles = 1;
+constexpr int kFp8Tiles = 1;
 #else
 constexpr int kIntegerRows = 2;
 constexpr int kFloat32Rows = 2;
 constexpr int kBfloat16Rows = 2;
+constexpr int kFp8Rows = 2;
 constexpr int kBlockTiles = 1;
+constexpr int kFp8Tiles = 1;
 #endif
 
 /// Up to this many rows memory is the bound and a thread reads one stream of tiles, far ahead; beyond, two tiles share each
@@ -114,16 +121,16 @@ static void linear_format(const LinearWeight& weight, const uint8_t* prepared, i
                      .zero_points = weight.format.kind == WeightKind::zero,
                      .outlier_pairs = (weight.outliers + 1) / 2,
                      .layout = layout,
-                     .prefetch_bytes = one_stream ? kPrefetchBytes : kBlockTiles * weight.tile_bytes};
+                     .prefetch_bytes = one_stream ? kPrefetchBytes : Format::kBlockTiles * weight.tile_bytes};
     const auto output = [&](int64_t t) EW_INLINE_LAMBDA {
       const int64_t o = kTileRows * t;
       return BlockOutput{bias == nullptr ? nullptr : bias + o, y + m * ldy + o, ldy, weight.n - o};
     };
     int64_t t = t0;
     if (!one_stream) {
-      for (; t + kBlockTiles <= t1; t += kBlockTiles) {
+      for (; t + Format::kBlockTiles <= t1; t += Format::kBlockTiles) {
         in.tile = weight.data + t * weight.tile_bytes;
-        linear_rows<Format, kBlockTiles>(in, output(t), chunk);
+        linear_rows<Format, Format::kBlockTiles>(in, output(t), chunk);
       }
     }
     for (; t < t1; t++) {

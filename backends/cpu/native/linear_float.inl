@@ -33,6 +33,7 @@ struct Bfloat16Step {
 template <class Step>
 struct Float {
   static constexpr int kBlockRows = Step::kBlockRows;
+  static constexpr int kBlockTiles = EW_ISA_NS::kBlockTiles;
 
   template <int Rows, int Tiles>
   __attribute__((noinline)) static void block(const BlockInput& input, const BlockOutput& output) {
@@ -66,7 +67,8 @@ struct Float {
 
 /// fp8: codes become bf16 exactly, and the output's scale multiplies the sum.
 struct Fp8 {
-  static constexpr int kBlockRows = kBfloat16Rows;
+  static constexpr int kBlockRows = kFp8Rows;
+  static constexpr int kBlockTiles = kFp8Tiles;
 
   template <int Rows, int Tiles>
   __attribute__((noinline)) static void block(const BlockInput& input, const BlockOutput& output) {

@@ -60,10 +60,10 @@ EW_INLINE void keep_sums(I16 (&sum)[Rows][Tiles][Chains]) {
 /// How codes of one width lie in the body: a step of `kQuads` times 4 k in `kBytes` bytes. `Raw` is what is loaded once for
 /// all of a step's quads, and `quad<Q>` gives the bytes of the four k from 4Q.
 template <int Bits>
-struct Codes;
+struct PackedCodes;
 
 template <>
-struct Codes<8> {
+struct PackedCodes<8> {
   static constexpr int kQuads = 2, kBytes = 128;
   struct Raw { const uint8_t* p; };
   EW_INLINE_LAMBDA static Raw load(const uint8_t* p) { return {p}; }
@@ -72,7 +72,7 @@ struct Codes<8> {
 };
 
 template <>
-struct Codes<4> {
+struct PackedCodes<4> {
   static constexpr int kQuads = 2, kBytes = 64;
   using Raw = B64;
   EW_INLINE_LAMBDA static Raw load(const uint8_t* p) { return load_bytes(p); }
@@ -81,7 +81,7 @@ struct Codes<4> {
 };
 
 template <>
-struct Codes<2> {
+struct PackedCodes<2> {
   static constexpr int kQuads = 4, kBytes = 64;
   using Raw = B64;
   EW_INLINE_LAMBDA static Raw load(const uint8_t* p) { return load_bytes(p); }
@@ -90,7 +90,7 @@ struct Codes<2> {
 };
 
 template <>
-struct Codes<3> {
+struct PackedCodes<3> {
   static constexpr int kQuads = 4, kBytes = 96;
   struct Raw { B64 low; const uint8_t* high; };
   EW_INLINE_LAMBDA static Raw load(const uint8_t* p) { return {loadu_bytes(p), p + 64}; }
@@ -108,10 +108,11 @@ enum class Scales {
 template <int Bits, Scales Kind>
 struct Integer {
   static constexpr int kBlockRows = kIntegerRows;
+  static constexpr int kBlockTiles = EW_ISA_NS::kBlockTiles;
 
   template <int Rows, int Tiles>
   __attribute__((noinline)) static void block(const BlockInput& input, const BlockOutput& output) {
-    using Code = Codes<Bits>;
+    using Code = PackedCodes<Bits>;
     const BlockInput in = input;
     const BlockOutput out = output;
     // Few sums leave the adders waiting for one another: even and odd quads then have a sum each.

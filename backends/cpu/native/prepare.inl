@@ -45,11 +45,13 @@ static int64_t prepared_row_bytes(const LinearWeight& weight) { return prepared_
 constexpr float kLeastMaximum = 0x1p-100f;
 
 /// 16 columns of a row from column k: zeros beyond the row's end and in columns kept apart (whatever they hold).
-EW_INLINE F16 load_kept(const LinearWeight& weight, const float* x, int64_t k) {
-  const int64_t columns = weight.k - k;
-  const F16 value = columns >= 16 ? loadu(x + k) : load_partial(x + k, columns > 0 ? columns : 0);
-  if (weight.keep == nullptr || columns <= 0) return value;
-  return as_f32(and_(as_i32(value), load_partial(weight.keep + k, columns)));
+/// `whole`: the row has them all.
+template <bool Outliers>
+EW_INLINE F16 load_kept(const LinearWeight& weight, const float* x, int64_t k, bool whole) {
+  const int64_t columns = weight.k > k ? weight.k - k : 0;
+  const F16 value = whole ? loadu(x + k) : load_partial(x + k, columns);
+  if constexpr (Outliers) return as_f32(and_(as_i32(value), load_partial(weight.keep + k, columns)));
+  else return value;
 }
 
 /// Magnitudes order alike as floats and as integers, and NaN comes out largest.
@@ -76,16 +78,17 @@ EW_INLINE void finish_group(const LinearWeight& weight, const PreparedLayout& la
 }
 
 /// One scale a group, whose values stay in registers between the search for the largest and the rounding.
-template <int Group>
+template <int Group, bool Outliers>
 EW_INLINE void quantise_groups(const LinearWeight& weight, const PreparedLayout& layout, const float* x, uint8_t* row) {
   constexpr int kVectors = Group / 16;
   int8_t* codes = reinterpret_cast<int8_t*>(row);
   for (int64_t g = 0; g < layout.groups; g++) {
     const int64_t k = g * Group;
+    const bool whole = k + Group <= weight.k;
     F16 value[kVectors];
     I16 largest = zero_i32();
     unroll<kVectors>([&](auto i) EW_INLINE_LAMBDA {
-      value[i] = load_kept(weight, x, k + 16 * i);
+      value[i] = load_kept<Outliers>(weight, x, k + 16 * i, whole);
       largest = larger_magnitude(largest, value[i]);
     });
     const RowScale found = scale_of(magnitude(largest));
@@ -101,14 +104,14 @@ EW_INLINE void quantise_groups(const LinearWeight& weight, const PreparedLayout&
 }
 
 /// One scale for the whole row, `code` of 16 values by it; every group's slot gets the scale.
-template <class Code>
+template <bool Outliers, class Code>
 EW_INLINE void quantise_whole(const LinearWeight& weight, const PreparedLayout& layout, const float* x, float scale,
                               uint8_t* row, Code code_of) {
   int8_t* codes = reinterpret_cast<int8_t*>(row);
   for (int64_t g = 0; g < layout.groups; g++) {
     I16 sum = zero_i32();
     for (int64_t k = g * weight.group; k < (g + 1) * weight.group; k += 16) {
-      const I16 code = code_of(load_kept(weight, x, k));
+      const I16 code = code_of(load_kept<Outliers>(weight, x, k, k + 16 <= weight.k));
       store_i8(codes + k, code);
       sum = add(sum, code);
     }
@@ -116,23 +119,37 @@ EW_INLINE void quantise_whole(const LinearWeight& weight, const PreparedLayout& 
   }
 }
 
+template <bool Outliers>
 static void quantise_by_row(const LinearWeight& weight, const PreparedLayout& layout, const float* x, uint8_t* row) {
   I16 largest = zero_i32();
-  for (int64_t k = 0; k < weight.k; k += 16) largest = larger_magnitude(largest, load_kept(weight, x, k));
+  for (int64_t k = 0; k < weight.k; k += 16) {
+    largest = larger_magnitude(largest, load_kept<Outliers>(weight, x, k, k + 16 <= weight.k));
+  }
   const float maximum = magnitude(largest);
   if (weight.activation.kind == ActivationKind::token) {
     const RowScale found = scale_of(maximum);
     const F16 inverse = set1(found.inverse);
-    quantise_whole(weight, layout, x, found.scale, row, [&](F16 value) EW_INLINE_LAMBDA {
+    quantise_whole<Outliers>(weight, layout, x, found.scale, row, [&](F16 value) EW_INLINE_LAMBDA {
       return round_to_i16(mul(value, inverse));
     });
   } else {
     // Values beyond the calibrated range saturate. NaN would too: it makes the row's scale NaN instead.
     const F16 scale = set1(weight.activation.scale), most = set1(127.0f), least = set1(-127.0f);
     const float stored = maximum != maximum ? maximum : weight.activation.scale;
-    quantise_whole(weight, layout, x, stored, row, [&](F16 value) EW_INLINE_LAMBDA {
+    quantise_whole<Outliers>(weight, layout, x, stored, row, [&](F16 value) EW_INLINE_LAMBDA {
       return round_to_i16(min(max(div(value, scale), least), most));
     });
+  }
+}
+
+template <bool Outliers>
+static void quantise_row(const LinearWeight& weight, const PreparedLayout& layout, const float* x, uint8_t* row) {
+  if (weight.activation.kind != ActivationKind::group) return quantise_by_row<Outliers>(weight, layout, x, row);
+  switch (weight.activation.group) {
+    case 16: return quantise_groups<16, Outliers>(weight, layout, x, row);
+    case 32: return quantise_groups<32, Outliers>(weight, layout, x, row);
+    case 64: return quantise_groups<64, Outliers>(weight, layout, x, row);
+    default: return quantise_groups<128, Outliers>(weight, layout, x, row);
   }
 }
 
@@ -152,22 +169,15 @@ EW_INLINE void prepare_row(const LinearWeight& weight, const PreparedLayout& lay
       return;
     case ActivationKind::bf16:
       for (int64_t k = 0; k < weight.k_padded; k += 16) {
-        const F16 value = load_partial(x + k, weight.k > k ? weight.k - k : 0);
+        const F16 value = load_partial(x + k, weight.k - k);
         store_bf16_partial(reinterpret_cast<uint16_t*>(row) + k, value, weight.k_padded - k);
       }
       return;
-    case ActivationKind::group:
-      switch (weight.activation.group) {
-        case 16: quantise_groups<16>(weight, layout, x, row); break;
-        case 32: quantise_groups<32>(weight, layout, x, row); break;
-        case 64: quantise_groups<64>(weight, layout, x, row); break;
-        default: quantise_groups<128>(weight, layout, x, row);
-      }
-      break;
-    case ActivationKind::token:
-    case ActivationKind::fixed: quantise_by_row(weight, layout, x, row);
+    default:
+      if (weight.outliers == 0) return quantise_row<false>(weight, layout, x, row);
+      quantise_row<true>(weight, layout, x, row);
+      copy_outliers(weight, layout, x, row);
   }
-  copy_outliers(weight, layout, x, row);
 }
 
 static void prepare(const LinearWeight& weight, const float* x, int64_t ldx, int64_t rows, uint8_t* prepared) {

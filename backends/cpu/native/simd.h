@@ -29,7 +29,8 @@
 //            dot4_u4s8: the same where every w byte is <= 15 (a cheaper form exists on AVX2)
 //            dot2_bf16(acc, w, a): acc[l] += w.bf16[2l] * a[0] + w.bf16[2l+1] * a[1], fp32 sums, order fixed per variant
 //            broadcast_s8x4(p), broadcast_bf2(p); the dots also take the pointer itself
-//            widen_codes(p): 32 int8 as bf16, in order, exactly
+//            widen_codes(p): 32 int8 as bf16, in order, exactly; load_codes(p) -> Codes: the same in the form that its
+//            dot2_bf16 multiplies soonest, with the same bits
 // Nibbles    low_nibbles(b), high_nibbles(b): each byte's half as a byte 0..15; bit_pairs<Q>(b): (byte >> 2Q) & 3
 //            add_fours<Q>(b, p): b | 4 in every byte i whose bit is set: bit (2Q + 2 + i / 32) % 8 of p[i % 32]
 // Fp8        fp8_pairs(b): float8 e4m3fn codes times 2^-8 as bf16, `first` and `second`: within each 16 bytes, codes

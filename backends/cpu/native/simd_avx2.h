@@ -199,15 +199,14 @@ EW_INLINE void store_i8(int8_t* p, I16 a) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
   _mm_storeu_si128(half(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
-/// Pairs of whole numbers of 16 bits as pairs of bf16: the low half of a small whole number's f32 is zero.
-EW_INLINE __m256i bf16_pairs(__m256i pairs) {
-  const __m256 first = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16));
-  const __m256 second = _mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16));
-  return _mm256_or_si256(_mm256_castps_si256(second), _mm256_srli_epi32(_mm256_castps_si256(first), 16));
+struct Codes { F16 first, second; };  // of each lane's pair
+EW_INLINE Codes load_codes(const uint8_t* p) {
+  const I16 pairs = {_mm256_cvtepi8_epi16(_mm_loadu_si128(half(p))), _mm256_cvtepi8_epi16(_mm_loadu_si128(half(p) + 1))};
+  return {to_f32(shift_right_arithmetic<16>(shift_left<16>(pairs))), to_f32(shift_right_arithmetic<16>(pairs))};
 }
 EW_INLINE B64 widen_codes(const uint8_t* p) {
-  return {bf16_pairs(_mm256_cvtepi8_epi16(_mm_loadu_si128(half(p)))),
-          bf16_pairs(_mm256_cvtepi8_epi16(_mm_loadu_si128(half(p) + 1)))};
+  const Codes codes = load_codes(p);  // the low half of a small whole number's f32 is zero
+  return as_bytes(or_(as_i32(codes.second), shift_right<16>(as_i32(codes.first))));
 }
 EW_INLINE F16 load_twice(const float* p) {
   const __m256 a = _mm256_loadu_ps(p);
@@ -292,7 +291,8 @@ EW_INLINE void fp8_half(__m256i a, __m256i& first, __m256i& second) {
   // As signed bytes: code + 1 is at most 8, or -128 for NaN.
   const __m256i normal = _mm256_cmpgt_epi8(_mm256_add_epi8(magnitude, _mm256_set1_epi8(1)), _mm256_set1_epi8(8));
   const __m256i low = _mm256_shuffle_epi8(table(0x30201000, 0x70605040, 0xb0a09080, 0xf0e0d0c0), magnitude);
-  const __m256i high = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(7)), _mm256_set1_epi8(0x38));
+  const __m256i exponent = _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(7));
+  const __m256i high = _mm256_or_si256(exponent, _mm256_set1_epi8(0x38));
   const __m256i low_special = _mm256_shuffle_epi8(table(0xc0800000, 0x60402000, 0, 0xf0000000), magnitude);
   const __m256i high_special = _mm256_shuffle_epi8(table(0x37373700, 0x38383838, 0, 0x7f000000), magnitude);
   const __m256i low_bytes = _mm256_blendv_epi8(low_special, low, normal);
@@ -330,11 +330,14 @@ EW_INLINE I16 dot4_u4s8(I16 acc, B64 w, S8x4 a) {
   return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(_mm256_maddubs_epi16(w.lo, a.v), ones)),
           _mm256_add_epi32(acc.hi, _mm256_madd_epi16(_mm256_maddubs_epi16(w.hi, a.v), ones))};
 }
-EW_INLINE F16 dot2_bf16(F16 acc, B64 w, BF2 a) {
+EW_INLINE F16 dot2_bf16(F16 acc, Codes w, BF2 a) {
   const I16 pair = {a.v, a.v};
+  acc = fmadd(w.first, as_f32(shift_left<16>(pair)), acc);
+  return fmadd(w.second, as_f32(and_(pair, set1_i32(static_cast<int32_t>(0xffff0000u)))), acc);
+}
+EW_INLINE F16 dot2_bf16(F16 acc, B64 w, BF2 a) {
   const I16 high_half = set1_i32(static_cast<int32_t>(0xffff0000u));
-  acc = fmadd(as_f32(shift_left<16>(as_i32(w))), as_f32(shift_left<16>(pair)), acc);
-  return fmadd(as_f32(and_(as_i32(w), high_half)), as_f32(and_(pair, high_half)), acc);
+  return dot2_bf16(acc, Codes{as_f32(shift_left<16>(as_i32(w))), as_f32(and_(as_i32(w), high_half))}, a);
 }
 
 }  // namespace ew::EW_ISA_NS

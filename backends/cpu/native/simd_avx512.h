@@ -139,6 +139,8 @@ EW_INLINE B64 widen_codes(const uint8_t* p) {
   const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
   return {reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low))};
 }
+using Codes = B64;
+EW_INLINE Codes load_codes(const uint8_t* p) { return widen_codes(p); }
 EW_INLINE F16 load_twice(const float* p) {
   const __m512i pairs = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
   return {_mm512_permutexvar_ps(pairs, _mm512_castps256_ps512(_mm256_loadu_ps(p)))};

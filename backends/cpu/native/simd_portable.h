@@ -240,14 +240,18 @@ EW_INLINE void store_i8(int8_t* p, I16 a) {
   const I16 clamped = min(max(a, set1_i32(-128)), set1_i32(127));
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(clamped.q[i / 4][i % 4]);
 }
-EW_INLINE B64 widen_codes(const uint8_t* p) {
+struct Codes { F16 first, second; };  // of each lane's pair
+EW_INLINE Codes load_codes(const uint8_t* p) {
   I16 first, second;
   for (int i = 0; i < 16; i++) {
     first.q[i / 4][i % 4] = static_cast<int8_t>(p[2 * i]);
     second.q[i / 4][i % 4] = static_cast<int8_t>(p[2 * i + 1]);
   }
-  // The low half of a small whole number's f32 is zero.
-  return as_bytes(or_(as_i32(to_f32(second)), shift_right<16>(as_i32(to_f32(first)))));
+  return {to_f32(first), to_f32(second)};
+}
+EW_INLINE B64 widen_codes(const uint8_t* p) {
+  const Codes codes = load_codes(p);  // the low half of a small whole number's f32 is zero
+  return as_bytes(or_(as_i32(codes.second), shift_right<16>(as_i32(codes.first))));
 }
 EW_INLINE F16 load_twice(const float* p) {
   return EW_QUARTERS(F16, (Floats4{p[2 * i], p[2 * i], p[2 * i + 1], p[2 * i + 1]}));
@@ -305,7 +309,8 @@ template <int Q> EW_INLINE B64 add_fours(B64 a, const uint8_t* p) {
 }
 struct Fp8Pairs { B64 first, second; };
 EW_INLINE uint32_t fp8_pair(uint32_t codes) {
-  return fp8_to_bf16(static_cast<uint8_t>(codes)) | static_cast<uint32_t>(fp8_to_bf16(static_cast<uint8_t>(codes >> 8))) << 16;
+  const uint32_t second = fp8_to_bf16(static_cast<uint8_t>(codes >> 8));
+  return fp8_to_bf16(static_cast<uint8_t>(codes)) | second << 16;
 }
 EW_INLINE Words4 fp8_quarter(uint32_t a, uint32_t b) {
   return Words4{fp8_pair(a), fp8_pair(a >> 16), fp8_pair(b), fp8_pair(b >> 16)};
@@ -332,12 +337,14 @@ EW_INLINE I16 dot4_u8s8(I16 acc, B64 w, S8x4 a) {
 }
 #endif
 EW_INLINE I16 dot4_u4s8(I16 acc, B64 w, S8x4 a) { return dot4_u8s8(acc, w, a); }
-EW_INLINE F16 dot2_bf16(F16 acc, B64 w, BF2 a) {
-  const I16 word = as_i32(w);
+EW_INLINE F16 dot2_bf16(F16 acc, Codes w, BF2 a) {
   const F16 first = as_f32(set1_i32(static_cast<int32_t>(static_cast<uint32_t>(a.v[0]) << 16)));
   const F16 second = as_f32(set1_i32(static_cast<int32_t>(static_cast<uint32_t>(a.v[1]) << 16)));
-  acc = fmadd(as_f32(shift_left<16>(word)), first, acc);
-  return fmadd(as_f32(and_(word, set1_i32(static_cast<int32_t>(0xffff0000u)))), second, acc);
+  return fmadd(w.second, second, fmadd(w.first, first, acc));
+}
+EW_INLINE F16 dot2_bf16(F16 acc, B64 w, BF2 a) {
+  const I16 high_half = set1_i32(static_cast<int32_t>(0xffff0000u));
+  return dot2_bf16(acc, Codes{as_f32(shift_left<16>(as_i32(w))), as_f32(and_(as_i32(w), high_half))}, a);
 }
 #undef EW_QUARTERS
 

@@ -147,6 +147,7 @@ def model(
     format: str = "f32",
     *,
     kv_format: str = "f32",
+    layer_formats: tuple[str, ...] = (),
     experts: int = 0,
     windows: tuple[int, ...] = (0, 20),
     seed: int = 0,
@@ -154,7 +155,11 @@ def model(
 ) -> SmallProgram:
     """Layers of everything a transformer has: vocabulary 50, hidden 48, 4 query heads, 2 kv heads.
 
-    `rounding` (of `SmallProgram.linear`) is that of the layers' matrices, experts and the head left out.
+    <<<<<<< HEAD
+        `rounding` (of `SmallProgram.linear`) is that of the layers' matrices, experts and the head left out.
+    =======
+        `layer_formats`: of the cache, a layer each; all layers then stand in one KV group, whose window is the first.
+    >>>>>>> native-kv
     """
     vocab, hidden, features, q_heads, kv_heads, key_dim, value_dim, rotary, limit = (
         50,
@@ -181,6 +186,11 @@ def model(
         }
         for g, window in enumerate(windows)
     ]
+    if layer_formats:
+        group, *_ = p.document["kv_groups"]
+        group["layers"] = [{**group["layers"][0], "format": f} for f in layer_formats]
+        p.document["kv_groups"] = [group]
+        windows = windows[:1] * len(layer_formats)
     x, at, total = p.value(hidden), p.value(hidden), p.value(hidden)
     p.emit("embedding", [], [x], [table], index="tokens", scale=1.5)
     p.emit("embedding", [], [at], [learned], index="positions", offset=2)
@@ -209,7 +219,7 @@ def model(
         q, k, v = {**qkv, "width": 64}, {**qkv, "column": 64, "width": 32}, {**qkv, "column": 96, "width": 16}
         p.emit("rms_norm", [q], [q], [-1], eps=1e-5, dim=key_dim)
         shape = {"q_heads": q_heads, "kv_heads": kv_heads, "key_dim": key_dim, "value_dim": value_dim}
-        shape |= {"group": layer, "layer": 0}
+        shape |= {"group": 0, "layer": layer} if layer_formats else {"group": layer, "layer": 0}
         p.emit(
             "rope_write", [q, k, v], [], [cos, sin], rotary_dim=rotary, interleaved=layer % 2 == 1, **shape
         )

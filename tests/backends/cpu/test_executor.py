@@ -142,6 +142,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
         "float": model("f32", experts=4),
         "int4": model("int4_g32", kv_format="bf16"),
         "int8 experts": model("int8", kv_format="bf16", experts=6),
+        "int8 cache": model("bf16", kv_format="int8"),
+        "mixed cache": model("f32", kv_format="int8", layer_formats=("int8", "f32", "bf16", "int8")),
     }.items():
         folder = tmp_path_factory.mktemp("program")
         made[name] = [program.load(folder, PAGES, threads=threads, max_tokens=300) for threads in (1, 2, 8)]
@@ -151,7 +153,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
             executor.close()
 
 
-@pytest.mark.parametrize("name", ["float", "int4", "int8 experts"])
+@pytest.mark.parametrize("name", ["float", "int4", "int8 experts", "int8 cache", "mixed cache"])
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_batch_chunks_and_threads_change_no_bit(
@@ -181,7 +183,7 @@ def test_batch_chunks_and_threads_change_no_bit(
             done[s] += len(new)
 
 
-@pytest.mark.parametrize("name", ["float", "int4"])
+@pytest.mark.parametrize("name", ["float", "int4", "int8 cache", "mixed cache"])
 def test_long_contexts_that_are_divided_by_spans_change_no_bit(
     engines: dict[str, list[CpuExecutor]], name: str
 ) -> None:
@@ -195,10 +197,11 @@ def test_long_contexts_that_are_divided_by_spans_change_no_bit(
         )  # 100 decodes beyond position 1200
 
 
-def test_copied_pages_continue_a_sequence(engines: dict[str, list[CpuExecutor]]) -> None:
-    executor = engines["int4"][1]
+@pytest.mark.parametrize("name", ["int4", "int8 cache", "mixed cache"])
+def test_copied_pages_continue_a_sequence(engines: dict[str, list[CpuExecutor]], name: str) -> None:
+    executor = engines[name][1]
     want = alone(executor, TEXT[:50], [50])
-    pages = Pages([16, 32], PAGES)
+    pages = Pages([g.page_size for g in executor.kv_groups], PAGES)
     executor.step(step_input(pages, [(0, 0, TEXT[:40])]))
     other = [list(table) for table in pages.table(1, 40)]
     for group, (sources, targets) in enumerate(zip(pages.table(0, 40), other, strict=True)):
@@ -208,6 +211,41 @@ def test_copied_pages_continue_a_sequence(engines: dict[str, list[CpuExecutor]])
         executor.copy_pages(0, [PAGES], [0])
     with pytest.raises(StepError, match="KV group 2"):
         executor.copy_pages(2, [0], [0])
+
+
+def test_layers_of_unlike_formats_take_the_memory_of_their_own(
+    engines: dict[str, list[CpuExecutor]],
+) -> None:
+    """2 heads of 16 + 8 features (values padded to 16) a token; int8 has 4 bytes of scale for each vector."""
+    token = {"f32": 2 * 32 * 4, "bf16": 2 * 32 * 2, "int8": 2 * (32 + 8)}
+    whole = {name: engines[name][0].kv_groups for name in ("float", "int4", "int8 cache")}
+    for name, kv_format in (("float", "f32"), ("int4", "bf16"), ("int8 cache", "int8")):
+        assert [g.format for g in whole[name]] == [kv_format] * 2
+        assert [g.page_bytes for g in whole[name]] == [16 * token[kv_format], 32 * token[kv_format]]
+    executor = engines["mixed cache"][0]
+    (group,) = executor.kv_groups
+    assert (group.format, group.layers) == ("int8", 4)
+    assert group.page_bytes == 16 * (2 * token["int8"] + token["f32"] + token["bf16"])
+    assert executor.memory()["pool"] >= PAGES * group.page_bytes
+
+
+def test_an_int8_cache_costs_little(tmp_path: Path) -> None:
+    """The same weights with other caches: the rounding shows, and is small."""
+    exact, rounded = (
+        alone(model("f32", kv_format=kv_format).load(tmp_path, PAGES, threads=1), TEXT[:90], [90])
+        for kv_format in ("f32", "int8")
+    )
+    error = np.abs(rounded - exact).max() / np.abs(exact).max()
+    assert 1e-4 < error < 0.05
+
+
+def test_an_unknown_format_of_a_layer_is_refused(tmp_path: Path) -> None:
+    program = model("f32")
+    program.document["kv_groups"][1]["layers"][0]["format"] = "fp4"
+    with pytest.raises(
+        ArtifactError, match="KV group 1, layer 0: unknown format 'fp4'; known: f32, bf16, int8"
+    ):
+        program.load(tmp_path)
 
 
 def test_windows_do_not_need_the_pages_they_have_passed(engines: dict[str, list[CpuExecutor]]) -> None:
