@@ -6,6 +6,8 @@ applied by compressed-tensors.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +51,7 @@ class FolderAnswers:
         shown = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         try:
-            with warnings.catch_warnings():
+            with _quiet(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that the folder's own settings hold beside `dequantize`
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     engine.path,
@@ -90,11 +92,16 @@ class FolderAnswers:
     ) -> list[npt.NDArray[np.float32]]:
         """Logits [T, vocab] of each sequence; `chunk_size` changes nothing."""
         found = []
-        with torch.inference_mode():
+        with _quiet(), torch.inference_mode():
             for tokens in sequences:
                 ids = torch.tensor([list(tokens)])
                 found.append(self._model(input_ids=ids, use_cache=False).logits[0].float().numpy())
         return found
+
+
+def _quiet() -> contextlib.AbstractContextManager[Any]:
+    """Keeps compressed-tensors' progress bars, which no setting turns off, from the screen."""
+    return contextlib.redirect_stderr(io.StringIO())
 
 
 def _options(engine: Artifact) -> dict[str, Any]:
