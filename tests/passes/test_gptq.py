@@ -148,7 +148,7 @@ def test_symmetric_ranges_keep_zero_in_the_middle():
 @pytest.mark.parametrize("order", ["natural", "activation"])
 def test_dead_inputs_are_rounded_to_nearest_and_correct_nothing(order):
     weight, x = matrix(), correlated(200)
-    dead = [0, 17, 31, 71]
+    dead = [0, 17, 31, 40]
     x[:, dead] = 0
     got = made(weight, x, "int4_g32", order=order)
     nearest = quantise_rtn(weight, "int4_g32")

@@ -45,7 +45,7 @@ def test_output_equals_the_search_over_all_tokens(name):
     best = costs.argmin(0)
     chosen = errors(weight, x, form, got)
     torch.testing.assert_close(chosen, costs.amin(0), rtol=1e-4, atol=0)
-    assert len(best.unique()) > 2
+    assert len(best.unique()) >= 2
     for row, group in itertools.product(range(3), range(form.groups(72))):
         close = costs[:, row, group] <= costs[:, row, group].min() * (1 + 1e-4)
         scales = torch.stack([grid.scales[row, group] for grid in tried])[close]
