@@ -45,7 +45,7 @@ __all__ = ["Smooth", "block_of"]
 
 _CHECKED_TOKENS = 64  # of the first sample, on which equality is checked
 _LEAST = 1e-4  # magnitudes below it count as this: a channel that is never used asks for no scale
-_SMOOTHQUANT_GRID = tuple(step / 20 for step in range(2, 20))
+_LEAST_ALPHA = 0.1  # of SmoothQuant's search
 
 
 class Smooth:
@@ -69,7 +69,6 @@ class Smooth:
         assigned, _ = assign(program, self.recipe)
         points = [p for p in points if any(_is_rounded(assigned, node) for node in p.consumers)]
         options = self.recipe.smooth
-        length = max(1, min(options.tokens, 4096))
         blocks = {point: block_of(point) for point in points}
         keep = [
             (source, nodes[-1])
@@ -81,7 +80,7 @@ class Smooth:
             samples.sequences,
             memory_bytes=int(self.recipe.calibration.memory * 2**30),
             keep=keep,
-            batch_tokens=length,
+            batch_tokens=options.tokens,
             report=self.report,
         )
         scales: dict[str, Tensor] = {}
@@ -131,17 +130,19 @@ def block_of(point: SmoothingPoint) -> list[fx.Node]:
     graph = point.activation.graph
     output = graph.output_node()
     inside: dict[fx.Node, None] = dict.fromkeys(point.consumers)
-    first, last = min(inside), max(inside)
+    first = min(inside)
+    data: set[fx.Node] = set()  # whose values depend on what the tokens are, not on their positions alone
     for node in graph.nodes:
+        sources = [n for n in node.all_input_nodes if n in data]
+        if sources or (node.op == "placeholder" and node.target != "positions"):
+            data.add(node)
         if node < first or node in inside or node.op != "call_function":
             continue
-        data = [n for n in node.all_input_nodes if _is_data(n)]
-        if not data or not all(n in inside for n in data):
+        if not sources or not all(n in inside for n in sources):
             continue
         if output in node.users or (is_call(node, OPS["linear"]) and _reaches_output_only(node)):
             continue
         inside[node] = None
-    del last
     return sorted(inside)
 
 
@@ -154,18 +155,6 @@ def _reaches_output_only(node: fx.Node) -> bool:
         if is_call(node, OPS["linear"], OPS["moe"], OPS["attention"]):
             return False
     return False
-
-
-def _is_data(node: fx.Node) -> bool:
-    """Whether a node's value depends on what the tokens are, not on their positions alone."""
-    if node.op != "call_function":
-        return node.op == "placeholder" and node.target != "positions"
-    if is_call(node, OPS["position_table"]):
-        return False
-    cached = node.meta.get("_is_data")
-    if cached is None:
-        cached = node.meta["_is_data"] = any(map(_is_data, node.all_input_nodes))
-    return bool(cached)
 
 
 def _outside(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -268,8 +257,9 @@ class _Search:
         weight = self._channels(
             torch.stack([_flat(w).abs().amax(0) for w in self.weights.values()]).amax(0), "max"
         )
-        alphas = _SMOOTHQUANT_GRID if self.options.alpha == "search" else (self.options.alpha,)
-        for alpha in alphas:
+        steps = [step / self.options.grid for step in range(1, self.options.grid)]
+        alphas = [step for step in steps if step >= _LEAST_ALPHA]
+        for alpha in alphas if self.options.alpha == "search" else [self.options.alpha]:
             yield _centred(largest**alpha / weight.clamp(min=_LEAST) ** (1 - alpha))
 
     def _activation_statistics(self) -> tuple[Tensor, Tensor]:
