@@ -10,6 +10,7 @@ import csv
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,17 @@ def _write_mixed(path: Path, mixed: Sequence[Mapping[str, Any]]) -> None:
 
 _BAND = "#f1f1ee"
 _INK = "#33332f"
-_LOW, _HIGH = 2.0, 16.0  # bits at the ends of the colour scale
+_COLOURS = (  # of so many bits a weight; most recipes lie between 3 and 6
+    (2.0, "#7a1414"),
+    (3.0, "#b93a0e"),
+    (3.75, "#e2772a"),
+    (4.25, "#efb73e"),
+    (4.5, "#c9bb4a"),
+    (5.0, "#86b069"),
+    (6.0, "#4d9d8c"),
+    (8.0, "#3579a8"),
+    (16.0, "#20396b"),
+)
 
 
 def draw(path: Path, layers: Sequence[Mapping[str, Any]], title: str) -> None:
@@ -120,15 +131,11 @@ def draw(path: Path, layers: Sequence[Mapping[str, Any]], title: str) -> None:
     paint = [colours[layer["format"]] for layer in layers]
     places = list(range(count))
 
-    costs = [layer["kl"] for layer in layers]
-    floor = min((kl for kl in costs if kl > 0), default=1e-6) / 2
-    panels[0].set_yscale("log")
-    panels[0].bar(places, [max(kl, floor) - floor for kl in costs], 0.82, bottom=floor, color=paint)
-    panels[0].set_ylim(floor, max(*costs, 2 * floor) * 2)
+    _log_bars(panels[0], [layer["kl"] for layer in layers], paint)
     panels[0].set_ylabel("KL divergence, nats\n(this unit alone)")
     panels[1].bar(places, [100 * layer["relative_error"] for layer in layers], 0.82, color=paint)
     panels[1].set_ylabel("relative error\nof its output, %")
-    panels[2].bar(places, [layer["bytes"] / 1e6 for layer in layers], 0.82, color=paint)
+    _log_bars(panels[2], [layer["bytes"] / 1e6 for layer in layers], paint)
     panels[2].set_ylabel("size, MB")
 
     for panel in panels:
@@ -157,6 +164,17 @@ def draw(path: Path, layers: Sequence[Mapping[str, Any]], title: str) -> None:
     figure.savefig(path, dpi=130)
 
 
+def _log_bars(panel: Any, values: Sequence[float], colours: Sequence[Any]) -> None:
+    """Bars on a log scale; what is zero has none."""
+    floor = min((value for value in values if value > 0), default=1e-6) / 2
+    panel.set_yscale("log")
+    panel.bar(
+        range(len(values)), [max(value - floor, 0.0) for value in values], 0.82, bottom=floor, color=colours
+    )
+    panel.set_ylim(floor, max(*values, 2 * floor) * 1.6)
+    panel.tick_params(which="minor", left=False)
+
+
 def _patch(colour: Any, label: str) -> Any:
     from matplotlib.patches import Patch
 
@@ -164,19 +182,17 @@ def _patch(colour: Any, label: str) -> Any:
 
 
 def _colours(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A colour for each format: few bits warm, many cool."""
-    from math import log2
+    """A colour for each format, from few bits (warm) to many (cool): the same in every picture."""
+    from matplotlib.colors import LinearSegmentedColormap
 
-    from matplotlib import colormaps
-
+    low, high = log2(_COLOURS[0][0]), log2(_COLOURS[-1][0])
+    stops = [((log2(bits) - low) / (high - low), colour) for bits, colour in _COLOURS]
+    scale = LinearSegmentedColormap.from_list("bits", stops, N=1024)
     bits: dict[str, float] = {}
     for layer in layers:
         bits.setdefault(layer["format"], layer["bits"])
-    scale = colormaps["turbo_r"]
-    span = log2(_HIGH / _LOW)
     return {
-        name: scale(0.06 + 0.82 * min(max(log2(max(value, _LOW) / _LOW) / span, 0.0), 1.0))
-        for name, value in bits.items()
+        name: scale(min(max((log2(value) - low) / (high - low), 0.0), 1.0)) for name, value in bits.items()
     }
 
 
