@@ -24,6 +24,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.divergence import divergence
+
 HERE = Path(__file__).resolve().parent
 WORK = {
     "decode_1": "decode, batch 1",
@@ -103,14 +106,7 @@ def sample(model: str, count: int) -> np.ndarray:
 
 def mean_kl(reference: np.ndarray, logits: np.ndarray) -> float:
     """Mean over positions of KL(reference || logits), nats."""
-
-    def log_softmax(x: np.ndarray) -> np.ndarray:
-        x = x.astype(np.float64)
-        x = x - x.max(-1, keepdims=True)
-        return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-    p, q = log_softmax(reference), log_softmax(logits)
-    return float((np.exp(p) * (p - q)).sum(-1).mean())
+    return float(divergence(reference, logits).mean())
 
 
 def transformers_logits(ids: np.ndarray, folder: str, gguf: str | None = None) -> np.ndarray:

@@ -40,6 +40,15 @@ class Samples:
             count += len(sequence)
         return taken
 
+    def cut(self, tokens: int) -> list[list[int]]:
+        """The first sequences, the last one cut, so that they hold `tokens` tokens in all (or as many as there are)."""
+        found: list[list[int]] = []
+        left = tokens
+        for sequence in self.first(tokens):
+            found.append(sequence[:left])
+            left -= len(found[-1])
+        return [sequence for sequence in found if len(sequence) > 1] or [self.sequences[0]]
+
     def provenance(self) -> dict[str, Any]:
         """Source, sha256 of the token ids, samples, tokens and seed, as plain values."""
         return {

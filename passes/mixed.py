@@ -61,12 +61,19 @@ class Choice:
         }
 
 
-def units_of(program: Program, assigned: Assigned, usual: str) -> list[Unit]:
-    """The units of all linears and experts that have the `usual` format: those with another were given it by an override."""
+def _is_chosen(matrix: Matrix) -> bool:
+    return matrix.role == "linear" and matrix.is_integer
+
+
+def units_of(
+    program: Program, assigned: Assigned, wanted: Callable[[Matrix], bool] = _is_chosen
+) -> list[Unit]:
+    """The units of the matrices that are `wanted`: of all linears and experts that rounding chooses codes for."""
     groups: dict[Any, list[Matrix]] = {}
     for node, matrix in assigned.items():
-        if matrix.role == "linear" and matrix.is_integer and matrix.weight == usual:
-            key = node if kind_of(node) == "moe" else (argument(node, "x"), matrix.weight)
+        if wanted(matrix):
+            alone = kind_of(node) != "linear"
+            key = node if alone else (argument(node, "x"), matrix.weight, matrix.role)
             groups.setdefault(key, []).append(matrix)
     units = []
     for group in groups.values():
@@ -85,18 +92,24 @@ def _joined(names: Sequence[str]) -> str:
     return "+".join(names)
 
 
+Rounding = Callable[[fx.Node, fx.Node, Tensor, str], Tensor]
+"""(node that uses a matrix, the matrix's get_attr node, its values, a format) -> what it is stored as, dequantised."""
+
+
 def divergences(
     program: Program,
     wanted: Sequence[tuple[Unit, Sequence[str], str]],
     tokens: Sequence[Sequence[int]],
     search: str = "mse",
     report: Callable[[str], None] = lambda text: None,
+    *,
+    rounding: Rounding | None = None,
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """For each (unit, formats, measured), by the unit's name: format -> (squared error of its outputs as a share, nats).
 
-    The unit alone is rounded to nearest in the format `measured`, and the mean Kullback-Leibler divergence of the next-token
-    distributions over `tokens` is measured; the divergence in the unit's other formats follows from their errors. `program`
-    is at stage FUSED and is not changed.
+    The unit alone is rounded in the format `measured`, and the mean Kullback-Leibler divergence of the next-token
+    distributions over `tokens` is measured; the divergence in the unit's other formats follows from their errors. `rounding`
+    says how; by default to nearest, with ranges by `search`. `program` is at stage FUSED and is not changed.
     """
     order = list(program.graph.nodes)
     output = program.graph.output_node()
@@ -106,25 +119,34 @@ def divergences(
     walk = Walk(program, tokens, memory_bytes=1 << 40, batch_tokens=sum(map(len, tokens)))
     reference: Tensor | None = None
 
-    def logits_with(given: Mapping[fx.Node, Tensor], start: int) -> Tensor:
+    def nearest(_node: fx.Node, _part: fx.Node, weight: Tensor, name: str) -> Tensor:
+        return dequantise(quantise_rtn(weight, name, search))
+
+    rounded_to = rounding or nearest
+
+    def logits_with(nodes: Sequence[fx.Node], rounded: Mapping[fx.Node, Tensor], start: int) -> Tensor:
         rest = [node for node in order[start:] if node.op == "call_function"]
-        found: Tensor = walk.evaluate_with(rest, 0, given, wanted=[logits])[logits]
-        return found.log_softmax(-1)
+        found = walk.evaluate_with(rest, 0, {}, wanted=[logits], within=dict.fromkeys(nodes, rounded))
+        return torch.as_tensor(found[logits]).log_softmax(-1)
 
     def visit(unit: Unit, formats: Sequence[str], measured: str) -> Callable[[fx.Node], None]:
         def measure(_node: fx.Node) -> None:
             nonlocal reference
             start = place[unit.nodes[0]]
             if reference is None:
-                reference = logits_with({}, start)
-            matrices = [part for node in unit.nodes for part in matrices_of(node)]
-            weights = {part: executed(program.weight_of(part)) for part in matrices}
-            errors = {name: _output_error(walk, unit, weights, name, search) for name in formats}
-            given = {part: _rounded(weight, measured, search) for part, weight in weights.items()}
-            found = logits_with(given, start)
+                reference = logits_with((), {}, start)
+            users = {part: node for node in unit.nodes for part in matrices_of(node)}
+            weights = {part: executed(program.weight_of(part)) for part in users}
+            errors: dict[str, float] = {}
+            for name in (*(name for name in formats if name != measured), measured):
+                rounded = {
+                    part: rounded_to(users[part], part, weight, name) for part, weight in weights.items()
+                }
+                errors[name] = _output_error(walk, unit, weights, rounded)
+            found = logits_with(unit.nodes, rounded, start)
             kl = float((reference.exp() * (reference - found)).sum(-1).mean().clamp(min=0))
             base = max(errors[measured], 1e-30)
-            results[unit.name] = {name: (error, kl * error / base) for name, error in errors.items()}
+            results[unit.name] = {name: (errors[name], kl * errors[name] / base) for name in formats}
             report(f"{unit.name}: {kl:.2g} nats in {measured}, {len(results)} of {len(wanted)}")
 
         return measure
@@ -135,24 +157,21 @@ def divergences(
     return results
 
 
-def _rounded(weight: Tensor, name: str, search: str) -> Tensor:
-    return dequantise(quantise_rtn(weight, name, search))
-
-
-def _output_error(walk: Walk, unit: Unit, weights: Mapping[fx.Node, Tensor], name: str, search: str) -> float:
-    """Σ‖(Ŵ - W) x‖² / Σ‖W x‖² over the unit's linears; of experts, whose inputs differ, the weights' own."""
+def _output_error(
+    walk: Walk, unit: Unit, weights: Mapping[fx.Node, Tensor], rounded: Mapping[fx.Node, Tensor]
+) -> float:
+    """Σ‖(Ŵ - W) x‖² / Σ‖W x‖² over the unit's linears; of experts and tables, the same of what the node makes of its inputs."""
     wrong = right = 0.0
     for node in unit.nodes:
-        for part in matrices_of(node):
-            weight = weights[part]
-            delta = _rounded(weight, name, search) - weight
-            if kind_of(node) == "moe":
-                wrong, right = wrong + float(delta.square().sum()), right + float(weight.square().sum())
-                continue
+        if kind_of(node) == "linear":
+            part = argument(node, "weight")
             x = walk.value(argument(node, "x"), 0)
             x = x.reshape(-1, x.shape[-1])
-            wrong += float((x @ delta.T).square().sum())
-            right += float((x @ weight.T).square().sum())
+            error, value = x @ (rounded[part] - weights[part]).T, x @ weights[part].T
+        else:
+            value = walk.evaluate_with([node], 0, weights)[node]
+            error = walk.evaluate_with([node], 0, rounded)[node] - value
+        wrong, right = wrong + float(error.square().sum()), right + float(value.square().sum())
     return wrong / max(right, 1e-30)
 
 
@@ -232,7 +251,8 @@ def choose_formats(
     A recipe's activation format stays where the chosen format may have it.
     """
     options = recipe.mixed
-    units = units_of(program, assigned, recipe.linear.weight)
+    # Those with another format than the recipe's were given it by an override.
+    units = units_of(program, assigned, lambda m: _is_chosen(m) and m.weight == recipe.linear.weight)
     if not units:
         raise InputError(
             "mixed precision finds no linear to choose a format for", action="set mixed.budget=null"
@@ -247,7 +267,7 @@ def choose_formats(
     measured = divergences(
         program,
         [(unit, options.candidates, smallest) for unit in units],
-        _cut(samples, options.tokens),
+        samples.cut(options.tokens),
         report=report,
     )
     choices = [
@@ -270,15 +290,3 @@ def _given(matrix: Matrix, weight: str) -> Matrix:
     ):
         activation = matrix.activation
     return dataclasses.replace(matrix, weight=weight, activation=activation)
-
-
-def _cut(samples: Samples, tokens: int) -> list[list[int]]:
-    """The first sequences of the samples, `tokens` tokens in all."""
-    found: list[list[int]] = []
-    left = tokens
-    for sequence in samples.first(tokens):
-        found.append(sequence[:left])
-        left -= len(found[-1])
-        if left <= 0:
-            break
-    return [sequence for sequence in found if len(sequence) > 1] or [samples.sequences[0]]

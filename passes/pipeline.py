@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from enginewright.passes.calibration import Samples
+from enginewright.passes.cost import Ledger
 from enginewright.passes.fold_scalars import FoldScalars
 from enginewright.passes.fuse_activation import FuseActivation
 from enginewright.passes.fuse_add_norm import FuseAddNorm
@@ -42,11 +43,12 @@ def steps(
     *,
     until: Stage = Stage.FINAL,
     gate: Pass | None = None,
+    ledger: Ledger | None = None,
 ) -> list[Step]:
     """The passes that a recipe asks for, in order, up to a stage: FINAL or QUANTISED.
 
     `samples` are needed where `recipe.calibrates` names something; `report` is told how far a calibration is. `gate` runs
-    before matrices change.
+    before matrices change; `ledger` receives what every matrix is stored as.
     """
     whole = until == Stage.FINAL
     calibrated = samples if recipe.calibrates else None
@@ -64,7 +66,7 @@ def steps(
         (whole, SliceBeforeRope(), Stage.FUSED),
         (whole, OrderRows(), Stage.FUSED),
         (recipe.smooth.method != "none", Smooth(recipe, samples, report), Stage.FUSED),
-        (True, Quantise(recipe, calibrated, report), Stage.QUANTISED),
+        (True, Quantise(recipe, calibrated, report, ledger), Stage.QUANTISED),
         (recipe.kv_cache.max_error is not None, GateKv(recipe, samples, kv_formats, report), Stage.QUANTISED),
         (whole, FuseSiblings(), Stage.QUANTISED),
         (whole, FuseGated(), Stage.QUANTISED),

@@ -19,7 +19,7 @@ All formats are chosen and checked (assignment.py) before any weight is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from enginewright.passes import dialect
 from enginewright.passes.assignment import Matrix, assign, kind_of, notes_on
 from enginewright.passes.calibrated import CalibratedRounding
 from enginewright.passes.calibration import Samples, needed
+from enginewright.passes.cost import Ledger, Stored, bits_a_weight
 from enginewright.passes.kept import KeptWeight, input_order
 from enginewright.passes.manager import PassResult
 from enginewright.passes.matching import argument
@@ -45,7 +46,7 @@ __all__ = ["Outliers", "Quantise", "Rewriting"]
 class Quantise:
     """The pass `quantise`; its options are the resolved recipe.
 
-    `samples` are needed where `recipe.calibrates` names something.
+    `samples` are needed where `recipe.calibrates` names something. `ledger` receives what every matrix is stored as.
     """
 
     name = "quantise"
@@ -55,14 +56,17 @@ class Quantise:
         recipe: Recipe,
         samples: Samples | None = None,
         report: Callable[[str], None] = lambda text: None,
+        ledger: Ledger | None = None,
     ) -> None:
-        self.recipe, self.samples, self.report = recipe, samples, report
+        self.recipe, self.samples, self.report, self.ledger = recipe, samples, report, ledger
         self.options: Mapping[str, Any] = recipe.resolved()
 
     def run(self, program: Program) -> PassResult:
         """Rewrite every matrix in place. Raises InputError for patterns or formats that this model cannot have."""
         if self.samples is None and self.recipe.calibrates:
             needed(self.samples, ", ".join(self.recipe.calibrates))
+        if self.ledger is not None:
+            self.ledger.begin(program)
         assigned, notes = assign(program, self.recipe)
         record: dict[str, Any] = {}
         if self.samples is not None and self.recipe.mixed.wanted:
@@ -79,6 +83,11 @@ class Quantise:
         for node, matrix in assigned.items():
             if node.graph is program.graph and node not in rewriting.done:
                 rewriting.replace(matrix)
+        if self.ledger is not None:
+            self.ledger.end(assigned, rewriting.stored)
+        linears = [matrix.node for matrix in assigned.values() if matrix.role == "linear"]
+        stored = [item for node in linears for item in rewriting.stored.get(node, {}).values()]
+        record["bits_a_weight"] = round(bits_a_weight(stored), 4)  # of the linears that are not f32
         return PassResult(sum(matrix.weight != "f32" for matrix in assigned.values()), tuple(notes), record)
 
 
@@ -96,6 +105,7 @@ class Rewriting:
     def __init__(self, program: Program, search: str = "minmax", symmetric: bool = False) -> None:
         self.program, self.search, self.symmetric = program, search, symmetric
         self.known: dict[str, QuantisedWeight] = {}
+        self.stored: dict[fx.Node, dict[fx.Node, Stored]] = {}  # matrix node -> its get_attr nodes
         self.done: set[fx.Node] = set()
         self.reordered: list[tuple[fx.Node, Tensor, fx.Node]] = []
 
@@ -138,6 +148,7 @@ class Rewriting:
                 )
             )
         quantised = self.known[name]
+        self.stored.setdefault(matrix.node, {})[node] = Stored(quantised)
         return [
             None if part is None else self.program.add_weight(f"{name}.{part.part}", part)
             for part in (quantised.codes, quantised.scales, quantised.offsets)
@@ -161,7 +172,12 @@ class Rewriting:
         parts = self._parts(matrix, weight, rounded)
         order = input_order(self.program.weight_of(weight)) if matrix.kept else None
         x = x if order is None else self._reorder(x, order, node)
-        apart = [None, None] if outliers is None else [outliers.columns, outliers.weight]
+        apart: list[fx.Node | None] = [None, None]
+        if outliers is not None:
+            apart = [outliers.columns, outliers.weight]
+            columns, values = (self.program.weight_of(n) for n in (outliers.columns, outliers.weight))
+            stored = self.stored[node]
+            stored[weight] = replace(stored[weight], columns=columns, apart=values)
         args = [x, *parts, argument(node, "bias"), matrix.weight, matrix.activation, *apart, scale]
         return self._swap(node, "quantised_linear", args)
 

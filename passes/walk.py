@@ -121,10 +121,12 @@ class Walk:
         batch: int,
         given: Mapping[fx.Node, Any],
         wanted: Sequence[fx.Node] | None = None,
+        within: Mapping[fx.Node, Mapping[fx.Node, Any]] | None = None,
     ) -> dict[fx.Node, Any]:
         """Evaluate `nodes` (in graph order) on one batch, with `given` values of some nodes in place of their own.
 
-        Returns the values of `wanted` (None: of all); the others are dropped after their last use.
+        `within`: for some nodes, values that they alone see in place of their inputs' own. Returns the values of `wanted`
+        (None: of all); the others are dropped after their last use.
         """
         values = dict(given)
         last = (
@@ -133,9 +135,12 @@ class Walk:
         kept = set(wanted or ())
 
         def value_of(node: fx.Node) -> Any:
+            if node in seen:
+                return seen[node]
             return values[node] if node in values else self.value(node, batch)
 
         for node in nodes:
+            seen = (within or {}).get(node, {})
             if node not in given:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
                 values[node] = self._call(node, batch, args, kwargs)

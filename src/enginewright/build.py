@@ -13,7 +13,7 @@ import platform
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from enginewright.backends.base import Backend
 from enginewright.calibration import check_calibration, from_file, from_model
 from enginewright.passes.calibration import Samples
 from enginewright.passes.capture import capture
+from enginewright.passes.cost import Cost, Ledger
 from enginewright.passes.manager import Step, run_steps
 from enginewright.passes.normalise import Normalise
 from enginewright.passes.pipeline import steps
@@ -32,20 +33,25 @@ from enginewright.passes.source import ModelSource, open_source
 from enginewright.progress import Progress, StageRecord
 from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import Recipe, load_recipe
+from enginewright.report import TOKENS, check_report, write_report
 from enginewright.runtime.engine import Engine, load
-from enginewright.verify import Verification, verify
+from enginewright.verify import Verification, text_tokens, verify
 
 _ONE_AT_A_TIME = threading.Lock()  # torch.export patches the whole process while it traces
 
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What `optimize` did. `path` is the engine, `passes` one entry a pass (name, matches, seconds, notes)."""
+    """What `optimize` did. `path` is the engine, `passes` one entry a pass (name, matches, seconds, notes).
+
+    `layers`, where a report was asked for: what rounding cost each unit, in the model's order (fields of passes/cost.py's Cost).
+    """
 
     path: Path
     manifest: dict[str, Any]
     passes: list[dict[str, Any]]
     seconds: float
+    layers: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def verification(self) -> dict[str, Any]:
@@ -70,15 +76,18 @@ def optimize(
     overrides: Iterable[str] = (),
     calibration: str | os.PathLike[str] | None = None,
     dump: str | os.PathLike[str] | None = None,
+    report: str | os.PathLike[str] | None = None,
     force: bool = False,
     allow_unverified: bool = False,
     progress: Progress | None = None,
+    ledger: Ledger | None = None,
 ) -> BuildReport:
     """Build the engine of `model` by `recipe` into the folder `out`.
 
     `model` is a Hugging Face folder, a `.gguf` file, or a hub name (needs a network). `overrides` are `key=value` changes of
     recipe fields; `calibration` is the recipe's `calibration.source`: a file of text, or `self`. `dump` is a folder that
-    receives the graph after every pass. `force` replaces an engine at `out`.
+    receives the graph after every pass; `report` one that receives layers.csv and layers.png: what rounding cost each unit.
+    `force` replaces an engine at `out`. `ledger` is told what every matrix is stored as.
 
     Raises InputError and its kin for what cannot be used, and VerificationError when the engine's answers leave the recipe's
     limits (then nothing is published, unless `allow_unverified`).
@@ -105,6 +114,9 @@ def optimize(
                 found=f"{dump}: {error.strerror}",
                 expected="a folder, or a new name",
             ) from error
+    if report is not None:
+        check_report(Path(report), resolved)
+        ledger = ledger or Ledger()
     with _ONE_AT_A_TIME, ArtifactWriter(out, force=force) as writer:
         with progress.stage("open") as record:
             source = open_source(model)
@@ -118,7 +130,7 @@ def optimize(
             )
         judge = program.clone()
         samples = samples or _samples_of_model(source, program, resolved, progress)
-        order = steps(resolved, samples, progress.update, until=Stage[target.stage], gate=gate)
+        order = steps(resolved, samples, progress.update, until=Stage[target.stage], gate=gate, ledger=ledger)
         passes, records = _run_passes(program, order, progress, dump)
         with progress.stage("lower") as record:
             files = target.lower(
@@ -140,11 +152,33 @@ def optimize(
             verification = _verify(writer, manifest, build, judge, resolved, target, progress)
             record.detail = f"KL {verification.mean_kl:.3g}, top-1 {verification.top1_agreement:.1%}"
         manifest["verification"] = verification.to_dict()
+        layers: list[dict[str, Any]] = []
+        if report is not None and ledger is not None:
+            with progress.stage("report") as record:
+                costs = _costs(ledger, source, program, samples, progress)
+                layers = [cost.to_dict() for cost in costs]
+                mixed = records.get("quantise", {}).get("mixed", [])
+                title = f"{source.name}, {resolved.name}: what rounding cost each unit"
+                write_report(Path(report), layers, mixed, title)
+                record.detail = f"{len(layers)} units, {Path(report) / 'layers.csv'}"
         if not allow_unverified:
             verification.raise_if_failed()
         build["seconds"] = {record.name: round(record.seconds, 3) for record in progress.records}
         path = writer.publish(manifest, build)
-    return BuildReport(path, open_engine(path).manifest, passes, time.perf_counter() - started)
+    return BuildReport(path, open_engine(path).manifest, passes, time.perf_counter() - started, layers)
+
+
+def _costs(
+    ledger: Ledger, source: ModelSource, program: Program, samples: Samples | None, progress: Progress
+) -> list[Cost]:
+    """What rounding cost each unit, on the calibration's first tokens, or on the package's text."""
+    if samples is not None:
+        tokens = samples.cut(TOKENS)
+    else:
+        encode = None if source.tokenizer is None else source.tokenizer.encode
+        length = min(TOKENS, program.facts.max_context)
+        tokens = [text_tokens(encode, program.facts.vocab_size, length)]
+    return ledger.measure(tokens, progress.update)
 
 
 def _samples_of_file(source: ModelSource, recipe: Recipe, progress: Progress) -> Samples | None:

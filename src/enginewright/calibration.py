@@ -29,7 +29,7 @@ from enginewright.recipes.errors import InputError, near_matches
 from enginewright.recipes.recipe import Calibration, Recipe, load_recipe
 from enginewright.runtime.engine import load
 
-__all__ = ["check_calibration", "from_file", "from_model", "read_texts"]
+__all__ = ["check_calibration", "first_tokens", "from_file", "from_model", "read_texts"]
 
 LEAST_TOKENS = 2  # a sample of one token has nothing to attend to
 _MOST_RECORDS_SHOWN = 8
@@ -94,7 +94,7 @@ def from_file(source: ModelSource, recipe: Recipe) -> Samples:
             f"{path} cannot be turned into tokens: the model has no tokenizer",
             action="set calibration.source=self, or add the tokenizer's files to the model's folder",
         )
-    first = _first_tokens(source.tokenizer)
+    first = first_tokens(source.tokenizer)
     whole = path.suffix == ".txt"
     sequences: list[list[int]] = []
     wanted = min(options.length, resolve_context(source.config, recipe.max_context)[0]) - len(first)
@@ -159,7 +159,7 @@ def _written(
     engine: Any, source: ModelSource, length: int, options: Calibration, report: Report
 ) -> Iterator[list[int]]:
     tokenizer = source.tokenizer
-    first = [] if tokenizer is None else _first_tokens(tokenizer)
+    first = [] if tokenizer is None else first_tokens(tokenizer)
     special = set() if tokenizer is None else set(tokenizer.all_special_ids)
     chance = random.Random(options.seed)
     starts: list[list[int]] = []
@@ -184,7 +184,7 @@ def _written(
     yield from pieces
 
 
-def _first_tokens(tokenizer: Any) -> list[int]:
+def first_tokens(tokenizer: Any) -> list[int]:
     """What the tokenizer puts before a text: the beginning-of-sequence token, or nothing."""
     bos = tokenizer.bos_token_id
     ids = tokenizer("a")["input_ids"]

@@ -121,6 +121,11 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     type=click.Path(path_type=Path, file_okay=False),
     help="Write the graph after every pass to this folder.",
 )
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Measure what rounding costs each layer: a table, and layers.csv and layers.png in this folder.",
+)
 @click.option("--force", is_flag=True, help="Replace an engine that stands at the output.")
 @click.option(
     "--allow-unverified", is_flag=True, help="Publish the engine even if verification fails; it says so."
@@ -146,6 +151,7 @@ def optimize(
     overrides: tuple[str, ...],
     calibration: str | None,
     dump: Path | None,
+    report: Path | None,
     force: bool,
     allow_unverified: bool,
     as_json: bool,
@@ -161,7 +167,7 @@ def optimize(
             f"building an engine needs the package {missing.name!r}",
             action="pip install 'enginewright[optimize]' (serving an engine does not need it)",
         ) from missing
-    report = build(
+    built = build(
         model,
         recipe=recipe,
         out=output,
@@ -169,15 +175,16 @@ def optimize(
         overrides=overrides,
         calibration=calibration,
         dump=dump,
+        report=report,
         force=force,
         allow_unverified=allow_unverified,
         progress=Progress(Console(stderr=True)),
     )
     if as_json:
-        click.echo(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
+        click.echo(json.dumps(built.to_dict(), indent=1, ensure_ascii=False))
         return
-    print_tables(build_tables(report), stderr=True)
-    click.echo(str(report.path))
+    print_tables(build_tables(built), stderr=True)
+    click.echo(str(built.path))
 
 
 # -------------------------------------------------------------------------------------------------- engine
@@ -207,18 +214,28 @@ def engine() -> None:
 @engine.command(short_help="Show what ENGINE is.")
 @click.argument("path", metavar="ENGINE")
 @click.option("--check", is_flag=True, help="Hash every file, and refuse an engine that was changed.")
+@click.option(
+    "--layers",
+    is_flag=True,
+    help="Show what calibration measured: candidates of formats, errors of matrices.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 @_reports_errors
-def inspect(path: str, check: bool, as_json: bool) -> None:
-    """Show what ENGINE is: model, recipe, passes, KV groups, sizes, verification."""
+def inspect(path: str, check: bool, layers: bool, as_json: bool) -> None:
+    """Show what ENGINE is: model, recipe, passes, KV groups, calibration, sizes, verification."""
     from enginewright.backends.artifact import open_engine
-    from enginewright.inspection import engine_tables, print_tables
+    from enginewright.inspection import calibrated_tables, engine_tables, print_tables
 
     artifact = open_engine(path, check=check)
     if as_json:
         click.echo(json.dumps(artifact.manifest, indent=1, ensure_ascii=False))
         return
-    print_tables(engine_tables(artifact))
+    tables = calibrated_tables(artifact.manifest) if layers else engine_tables(artifact)
+    print_tables(tables)
+    if not tables:
+        click.echo(
+            "nothing was measured of this engine's layers: its recipe does not calibrate (see `optimize --report`)"
+        )
     if check:
         click.echo("every file's hash is right")
 

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from enginewright.backends.artifact import Artifact
     from enginewright.build import BuildReport
 
-_NUMBERS = {"matches", "size", "window", "layers", "page", "bytes a token"}
+_NUMBERS = {
+    "matches", "size", "window", "layers", "page", "bytes a token", "bits", "relative error", "KL, nats", "share",
+}  # fmt: skip
+_SHOWN = 12  # units that a build's table shows; layers.csv has all
 _PIPED_WIDTH = 160
 
 
@@ -51,8 +54,146 @@ def print_tables(tables: list[Table], stderr: bool = False) -> None:
 
 
 def build_tables(report: BuildReport) -> list[Table]:
-    """The result of a build: sizes and verification. (What each pass did was printed as it went.)"""
-    return [_size_table(report.manifest), verification_table(report.manifest["verification"])]
+    """The result of a build: formats chosen, what rounding cost, sizes, verification. (Passes were printed as they ran.)"""
+    mixed = _calibrated(report.manifest, "quantise").get("mixed")
+    tables = [mixed_table(mixed)] if mixed else []
+    if report.layers:
+        tables.append(layers_table(report.layers))
+    return [*tables, _size_table(report.manifest), verification_table(report.manifest["verification"])]
+
+
+def layers_table(layers: list[dict[str, Any]]) -> Table:
+    """What rounding cost: the units of largest divergence, and the sum of all."""
+    from enginewright.report import by_cost
+
+    rows = by_cost(layers)
+    table = _table(
+        f"what rounding cost: each unit alone, over {layers[0]['tokens']:,} tokens",
+        *("unit", "format", "bits", "size", "relative error", "KL, nats", "share"),
+    )
+    for row in rows[:_SHOWN]:
+        table.add_row(
+            row["unit"],
+            row["format"],
+            f"{row['bits']:.2f}",
+            size(row["bytes"]) if row["weights"] else "shared",
+            f"{row['relative_error']:.2%}",
+            f"{row['kl']:.3g}",
+            f"{row['share']:.1%}",
+        )
+    if len(rows) > _SHOWN:
+        rest = sum(row["share"] for row in rows[_SHOWN:])
+        table.add_row(
+            f"… and {len(rows) - _SHOWN} more (layers.csv)", "", "", "", "", "", f"{rest:.1%}", style="dim"
+        )
+    stored, weights = sum(row["bytes"] for row in rows), sum(row["weights"] for row in rows)
+    total = sum(row["kl"] for row in rows)
+    table.add_row(
+        f"total of {len(rows)} units",
+        "",
+        f"{8 * stored / max(weights, 1):.2f}",
+        size(stored),
+        "",
+        f"{total:.3g}",
+        "100.0%",
+        style="bold",
+    )
+    return table
+
+
+def mixed_table(mixed: list[dict[str, Any]]) -> Table:
+    """The divergences that formats were chosen from: a row a unit, a column a candidate, the chosen one marked."""
+    names = list(mixed[0]["candidates"])
+    headers = []
+    for name in names:
+        bits = sorted({round(entry["candidates"][name][0], 2) for entry in mixed})
+        span = f"{bits[0]:g}" if len(bits) == 1 else f"{bits[0]:g} to {bits[-1]:g}"
+        headers.append(f"{name}\n{span} bits")
+    table = _table("formats chosen by sensitivity: KL in nats of each candidate", "unit", *headers)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    totals = dict.fromkeys(names, 0.0)
+    chosen_bits = chosen_nats = 0.0
+    for entry in mixed:
+        cells = []
+        for name in names:
+            bits, nats = entry["candidates"][name]
+            totals[name] += nats
+            if name == entry["chosen"]:
+                chosen_bits, chosen_nats = chosen_bits + bits * entry["weights"], chosen_nats + nats
+                cells.append(f"[bold green]● {nats:.3g}[/]")
+            else:
+                cells.append(f"{nats:.3g}")
+        table.add_row(entry["unit"], *cells)
+    weights = sum(entry["weights"] for entry in mixed)
+    table.add_row("sum, if all had it", *(f"{totals[name]:.3g}" for name in names), style="dim")
+    table.caption = (
+        f"● chosen: {chosen_bits / max(weights, 1):.3f} bits a weight, {chosen_nats:.3g} nats in sum"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _calibrated(manifest: dict[str, Any], name: str) -> dict[str, Any]:
+    """What the manifest keeps of a calibrated pass; empty where there is nothing."""
+    found: dict[str, Any] = manifest.get("calibration", {}).get(name, {})
+    return found
+
+
+def calibration_table(manifest: dict[str, Any]) -> Table:
+    """What an engine was calibrated on, and what did not go as its recipe says."""
+    calibration, rounding = manifest["calibration"], _calibrated(manifest, "quantise")
+    smooth, gate = _calibrated(manifest, "smooth"), _calibrated(manifest, "gate_kv")
+    table = _table("calibration", "", "")
+    table.add_row("source", f"{calibration['source']} ({calibration['sha256'][:12]})")
+    table.add_row(
+        "samples, tokens, seed",
+        f"{calibration['samples']:,}, {calibration['tokens']:,}, {calibration['seed']}",
+    )
+    if "bits_a_weight" in rounding:
+        table.add_row("linears", f"{rounding['bits_a_weight']:.3f} bits a weight")
+    if rounding.get("mixed"):
+        counts = Counter(entry["chosen"] for entry in rounding["mixed"])
+        table.add_row(
+            "formats chosen", ", ".join(f"{count} × {name}" for name, count in counts.most_common())
+        )
+    if smooth:
+        kept = len(smooth["left_at_default"])
+        table.add_row("smoothed", f"{smooth['scaled']} points; {kept} keep scale 1")
+    if rounding.get("fallbacks"):
+        table.add_row("rounded to nearest instead", _listed(rounding["fallbacks"]))
+    if rounding.get("experts_with_few_tokens"):
+        table.add_row("experts with few tokens", _listed(rounding["experts_with_few_tokens"]))
+    if rounding.get("outlier_columns"):
+        table.add_row("features kept apart", f"{rounding['outlier_columns']:,}")
+    if gate.get("kv_kept_bf16"):
+        table.add_row("layers that keep a bf16 cache", ", ".join(map(str, gate["kv_kept_bf16"])))
+    return table
+
+
+def _listed(found: dict[str, Any]) -> str:
+    names = list(found)
+    return f"{len(names)}: {', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
+
+
+def calibrated_tables(manifest: dict[str, Any]) -> list[Table]:
+    """What calibration measured of each layer; empty where the manifest has no such figure."""
+    rounding = _calibrated(manifest, "quantise")
+    tables = [calibration_table(manifest)] if "calibration" in manifest else []
+    if rounding.get("mixed"):
+        tables.append(mixed_table(rounding["mixed"]))
+    if rounding.get("relative_errors"):
+        table = _table("error of each rounded matrix on the calibration's inputs", "matrix", "relative error")
+        for name, error in sorted(rounding["relative_errors"].items(), key=lambda item: -item[1]):
+            table.add_row(name, f"{error:.2%}")
+        tables.append(table)
+    errors = _calibrated(manifest, "gate_kv").get("kv_errors")
+    if errors:
+        table = _table("error of attention with an int8 cache", "layer", "relative error")
+        for name, error in errors.items():
+            table.add_row(name, f"{error:.2%}")
+        tables.append(table)
+    return tables
 
 
 def engine_tables(artifact: Artifact) -> list[Table]:
@@ -90,6 +231,8 @@ def engine_tables(artifact: Artifact) -> list[Table]:
         for entry in build["passes"]:
             passes.add_row(entry["name"], str(entry["matches"]), "; ".join(entry["notes"]))
         tables.append(passes)
+    if "calibration" in manifest:
+        tables.append(calibration_table(manifest))
     return [*tables, _size_table(manifest), verification_table(manifest["verification"])]
 
 

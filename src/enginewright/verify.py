@@ -101,14 +101,22 @@ def sample_tokens(
 ) -> list[list[int]]:
     """Return the token sequences that both sides are run on.
 
-    The text ships with the package. A model without a tokenizer (`encode` is None), or with one that makes hardly any
-    different tokens of it, gets evenly spread ids instead. The last sample is longer than `window` (0 = no window), as
-    far as `max_context` and memory allow.
+    The last sample is longer than `window` (0 = no window), as far as `max_context` and memory allow.
     """
     longest = max(_SAMPLE_LENGTHS[-1], window + _LONG_SAMPLE if window else 0)
     longest = max(min(longest, max_context, _LOGIT_BYTES // (4 * vocab_size)), 1)
     lengths = [min(length, longest) for length in (*_SAMPLE_LENGTHS[:-1], longest)]
-    wanted = sum(lengths)
+    stream = text_tokens(encode, vocab_size, sum(lengths))
+    starts = np.cumsum([0, *lengths[:-1]])
+    return [stream[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def text_tokens(encode: Callable[[str], list[int]] | None, vocab_size: int, wanted: int) -> list[int]:
+    """So many tokens of the text that ships with the package, repeated where it is too short.
+
+    A model without a tokenizer (`encode` is None), or with one that makes hardly any different tokens of it, gets evenly
+    spread ids instead.
+    """
     stream: list[int] = []
     if encode is not None:
         stream = encode(
@@ -116,9 +124,7 @@ def sample_tokens(
         )
     if len(set(stream)) < min(_DISTINCT, vocab_size // 2):
         stream = [(i * 7919 + 11) % vocab_size for i in range(wanted)]
-    stream = stream * -(-wanted // len(stream))
-    starts = np.cumsum([0, *lengths[:-1]])
-    return [stream[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    return (stream * -(-wanted // len(stream)))[:wanted]
 
 
 def verify(

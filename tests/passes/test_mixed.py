@@ -121,7 +121,11 @@ def named(units):
 
 def assigned_units(arch, recipe="auto", *overrides):
     program, options = family(arch), load_recipe(recipe, list(overrides))
-    return units_of(program, assign(program, options)[0], options.linear.weight)
+    return units_of(
+        program,
+        assign(program, options)[0],
+        lambda m: m.role == "linear" and m.weight == options.linear.weight,
+    )
 
 
 def test_a_unit_is_what_must_share_a_format():
