@@ -128,7 +128,7 @@ class CalibratedRounding:
             memory_bytes=int(self.recipe.calibration.memory * 2**30),
             report=self.report,
         )
-        walk.run({node: self._visit(walk, matrix) for node, matrix in targets.items()})
+        walk.run({node: self._visit(walk, matrix) for node, matrix in targets.items()}, own_inputs=True)
         self.record = {
             "rounded": len(targets),
             "fallbacks": self._fallbacks,

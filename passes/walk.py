@@ -5,7 +5,8 @@ upstream. A visitor may look at them (`Walk.inputs`) and hand back another node 
 the rewritten model. So GPTQ, AWQ and SmoothQuant get a matrix's exact inputs with no hooks and no names.
 
 Samples are laid end to end in batches; attention alone is told where one ends. Nothing is padded, so nothing has to be
-left out. A value is dropped after its last use. Where the values in flight exceed `memory_bytes`, those that are
+left out. The nodes between two visits are computed batch by batch, so that of what lies between them only one batch is
+ever held. A value is dropped after its last use. Where the values in flight exceed `memory_bytes`, those that are
 needed latest wait on disk.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from enginewright.passes.dialect import OPS, quantised_linear
+from enginewright.passes.dialect import OPS
 from enginewright.passes.dialect.numerics import dequantise
 from enginewright.passes.matching import argument, is_call
 from enginewright.passes.program import Program, executed
@@ -67,40 +68,44 @@ class Walk:
         self._constants: dict[fx.Node, Any] = {}
         self.peak_bytes = self.spilled_bytes = 0  # of values in flight, after `run`
 
-    def run(self, visit: Mapping[fx.Node, Visit], whole: bool = False) -> None:
+    def run(self, visit: Mapping[fx.Node, Visit], *, whole: bool = False, own_inputs: bool = False) -> None:
         """Walk to the last node of `visit`: node -> what to call when it is reached.
 
         Only what those nodes need, and what is kept for them, is computed; with `whole`, everything before them, and values
-        stay that later nodes use.
+        stay that later nodes use. With `own_inputs`, a visitor looks at nothing but its node's inputs: what it does not need
+        yet is then computed later, in one go with what follows, and takes no memory meanwhile.
         """
         try:
-            self._run(visit, whole)
+            self._run(visit, whole, own_inputs)
         finally:
             self.peak_bytes, self.spilled_bytes = self._values.peak_bytes, self._values.spilled_bytes
             self._values.close()
 
-    def _run(self, visit: Mapping[fx.Node, Visit], whole: bool) -> None:
+    def _run(self, visit: Mapping[fx.Node, Visit], whole: bool, own_inputs: bool) -> None:
         order = list(self.program.graph.nodes)
         last = max((self._place[node] for node in visit), default=-1)
         needed = set(order[: last + 1]) if whole else self._needed(order[: last + 1], visit)
         started, work, done = time.perf_counter(), _work(needed), 0.0
+        waiting: dict[fx.Node, None] = {}  # reached and not computed yet
         with torch.no_grad():
             for place, node in enumerate(order[: last + 1]):
                 if node not in needed:
                     continue
-                new = visit[node](node) if node in visit else None
-                if new is not None and new is not node:
-                    self._uses[new], self._place[new] = self._uses[node], place
-                    node = new
-                if self._next_use(node, place) < _NEVER:
-                    self._evaluate(node, place)
-                self._values.release(place, self._next_use)
+                if node in visit:
+                    if not own_inputs or any(source in waiting for source in node.all_input_nodes):
+                        self._compute(list(waiting), place)
+                        waiting.clear()
+                    new = visit[node](node)
+                    if new is not None and new is not node:
+                        self._uses[new], self._place[new] = self._uses[node], place
+                        node = new
+                if self._next_use(node, place) < _NEVER and not self._is_given(node, place):
+                    waiting[node] = None
                 done += _cost(node)
-                if node.op == "call_function" and (done > 0) and _cost(node) > 0:
+                if _cost(node) > 0:
                     spent = time.perf_counter() - started
-                    left = spent * (work - done) / done
                     module = node.meta.get("module") or node.name
-                    self.report(f"{module}, {done / work:.0%}, {left:,.0f} s left")
+                    self.report(f"{module}, {done / work:.0%}, {spent * (work - done) / done:,.0f} s left")
 
     def inputs(self, node: fx.Node) -> Iterator[Tensor]:
         """The value of `node`, batch by batch: [tokens of the batch, …]. Evaluated already and still in use."""
@@ -122,11 +127,12 @@ class Walk:
         given: Mapping[fx.Node, Any],
         wanted: Sequence[fx.Node] | None = None,
         within: Mapping[fx.Node, Mapping[fx.Node, Any]] | None = None,
+        dense: Mapping[fx.Node, Tensor] | None = None,
     ) -> dict[fx.Node, Any]:
         """Evaluate `nodes` (in graph order) on one batch, with `given` values of some nodes in place of their own.
 
         `within`: for some nodes, values that they alone see in place of their inputs' own. Returns the values of `wanted`
-        (None: of all); the others are dropped after their last use.
+        (None: of all); the others are dropped after their last use. `dense`: the dequantised matrices of quantised linears.
         """
         values = dict(given)
         last = (
@@ -143,6 +149,8 @@ class Walk:
             seen = (within or {}).get(node, {})
             if node not in given:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+                if dense and node in dense:
+                    args = (args[0], dense[node], None, None, args[4], "f32", *args[6:])
                 values[node] = self._call(node, batch, args, kwargs)
             for source in node.all_input_nodes:
                 if last.get(source) is node and source not in kept:
@@ -166,49 +174,43 @@ class Walk:
     def _next_use(self, node: fx.Node, place: int) -> int:
         return next((use for use in self._uses[node] if use > place), _NEVER)
 
-    def _evaluate(self, node: fx.Node, place: int) -> None:
+    def _is_given(self, node: fx.Node, place: int) -> bool:
+        """Take in an input, a weight, or a node that depends on neither tokens nor positions; False for all others."""
         if node.op == "get_attr" or node in self._constants:
-            return
+            return True
         if node.op == "placeholder":
             for batch, lengths in enumerate(self.batches):
                 self._values.put(node, batch, lengths.input(str(node.target)), place, self._next_use)
-            return
-        if not any(n not in self._constants and n.op != "get_attr" for n in node.all_input_nodes):
+            return True
+        if all(n in self._constants or n.op == "get_attr" for n in node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value(n, 0))
             self._constants[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            return
-        weights: dict[fx.Node, Any] = {
-            n: executed(self.program.weight_of(n)) for n in node.all_input_nodes if n.op == "get_attr"
+            return True
+        return False
+
+    def _compute(self, nodes: Sequence[fx.Node], place: int) -> None:
+        """Compute nodes (in graph order) for every batch; what is used at `place` or later is kept, the rest dropped."""
+        before = place - 1
+        wanted = [node for node in nodes if self._next_use(node, before) < _NEVER]
+        weights: dict[fx.Node, Any] = {}
+        dense: dict[fx.Node, Tensor] = {}
+        for node in nodes:
+            sources = [n for n in node.all_input_nodes if n.op == "get_attr"]
+            weights.update({n: executed(self.program.weight_of(n)) for n in sources if n not in weights})
+            if is_call(node, OPS["quantised_linear"]):
+                dense[node] = _dequantised(node, weights)
+        inside = set(nodes)
+        spent = {
+            n for node in nodes for n in node.all_input_nodes if n not in inside and n in self._values.held
         }
-        if is_call(node, OPS["quantised_linear"]):
-            self._evaluate_quantised(node, weights, place)
-            return
+        spent = {n for n in spent if self._next_use(n, before) == _NEVER}
         for batch in range(len(self.batches)):
-            value = self.evaluate_with([node], batch, weights)[node]
-            self._values.put(node, batch, value, place, self._next_use)
-
-    def _evaluate_quantised(self, node: fx.Node, weights: Mapping[fx.Node, Any], place: int) -> None:
-        """A quantised linear whose matrix is dequantised once for all batches."""
-
-        def part(name: str) -> Any:
-            value = argument(node, name)
-            return weights[value] if isinstance(value, fx.Node) else value
-
-        matrix = dequantise(part("codes"), part("scales"), part("offsets"), part("weight_format"))
-        apart = part("outlier_columns"), part("outlier_weight")
-        for batch, x in enumerate(self.inputs(argument(node, "x"))):
-            y = quantised_linear.reference(
-                x,
-                matrix,
-                None,
-                None,
-                part("bias"),
-                "f32",
-                part("activation_format"),
-                *apart,
-                part("activation_scale"),
-            )
-            self._values.put(node, batch, y, place, self._next_use)
+            found = self.evaluate_with(nodes, batch, weights, wanted, dense=dense)
+            for node in spent:
+                self._values.drop(node, batch)
+            for node in wanted:
+                self._values.put(node, batch, found[node], before, self._next_use)
+        self._values.release(before, self._next_use)
 
     def _call(self, node: fx.Node, batch: int, args: Any, kwargs: Any) -> Any:
         if is_call(node, OPS["attention"]):
@@ -225,6 +227,13 @@ class Walk:
             return _fast_attention(q, k, v, lengths[0], scale, window)
         parts = zip(*(part.split(lengths) for part in (q, k, v)), strict=True)
         return torch.cat([node.target(*part, *rest, **named) for part in parts])  # type: ignore[operator]
+
+
+def _dequantised(node: fx.Node, weights: Mapping[fx.Node, Any]) -> Tensor:
+    """The matrix of a quantised linear, float32."""
+    names = ("codes", "scales", "offsets", "weight_format")
+    parts = [argument(node, name) for name in names]
+    return dequantise(*(weights[part] if isinstance(part, fx.Node) else part for part in parts))
 
 
 def _fast_attention(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, window: int) -> Tensor:
@@ -306,14 +315,21 @@ class _Values:
         value = self.held[node][batch]
         return torch.load(value, weights_only=True) if isinstance(value, Path) else value
 
+    def drop(self, node: fx.Node, batch: int) -> None:
+        """Forget one batch's value."""
+        value = self.held[node][batch]
+        self.held[node][batch] = None
+        if isinstance(value, Path):
+            value.unlink()
+        elif value is not None:
+            self.bytes -= _size(value)
+
     def release(self, place: int, next_use: Callable[[fx.Node, int], int]) -> None:
         """Drop what no later node uses."""
         for node in [node for node in self.held if next_use(node, place) == _NEVER]:
-            for value in self.held.pop(node):
-                if isinstance(value, Path):
-                    value.unlink()
-                else:
-                    self.bytes -= _size(value)
+            for batch in range(self.count):
+                self.drop(node, batch)
+            del self.held[node]
 
     def _spill(self, place: int, next_use: Callable[[fx.Node, int], int]) -> None:
         """Write values to disk, the one used latest first, until the limit is kept; the newest batch stays."""
