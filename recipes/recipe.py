@@ -564,7 +564,7 @@ def _read_yaml(text: str, what: str) -> Any:
 
 def list_recipes() -> dict[str, str]:
     """Return the recipes that come with enginewright: name -> one-line description, sorted by name."""
-    files = sorted(Path(__file__).parent.glob("*.yaml"))
+    files = sorted(Path(__file__).parent.glob("*.yaml"), key=lambda file: file.stem)
     return {file.stem: " ".join(str(_read_file(file).get("description", "")).split()) for file in files}
 
 

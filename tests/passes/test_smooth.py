@@ -7,8 +7,9 @@ import torch
 
 from enginewright.passes import smooth
 from enginewright.passes.calibration import Samples
+from enginewright.passes.dialect import OPS
 from enginewright.passes.dialect.numerics import simulate_activation
-from enginewright.passes.matching import argument
+from enginewright.passes.matching import argument, is_call
 from enginewright.passes.program import Stage
 from enginewright.passes.quant_formats import dequantise, quantise_rtn
 from enginewright.passes.smooth import Smooth, block_of
@@ -79,7 +80,7 @@ def block(arch, consumer):
     def named(node):
         weights = [n for n in node.all_input_nodes if n.op == "get_attr" and "weight" in str(n.target)]
         weights += [n for n in node.all_input_nodes if n.op == "get_attr" and "proj" in str(n.target)]
-        return str(weights[0].target).replace(".weight", "") if weights else node.target.__name__
+        return str(weights[0].target).partition(".weight")[0] if weights else node.target.__name__
 
     ends = [named(node) for node in nodes if any(user not in nodes for user in node.users)]
     matrices = [named(n) for n in nodes if "linear" in n.name or "moe" in n.name]
@@ -163,24 +164,16 @@ def test_awqs_scales_lower_the_error_of_every_block(arch):
     before = family(arch)
     after, result = smoothed(before, "int4-awq", "linear.weight=int3_g32", "smooth.grid=8")
     assert result.matches > 4
-    name_format = load_recipe("int4-awq", ["linear.weight=int3_g32"])
     for point in find_points(before)[0]:
         if point.name in result.record["left_at_default"]:
             continue
         nodes = block_of(point)
         ends = [node.name for node in nodes if any(user not in nodes for user in node.users)]
-        matrices = {
-            str(weight.target): name_format.head.weight if "lm_head" in str(weight.target) else "int3_g32"
-            for node in point.consumers
-            for weight in node.all_input_nodes
-            if (weight.op == "get_attr" and "proj" in str(weight.target) and "down" not in str(weight.target))
-            or weight.target in ("lm_head.weight",)
-            if "bias" not in str(weight.target)
-        }
-        if arch != "mixtral":
-            assert matrices or "down_proj" in point.name
-        if not matrices:
-            continue
+        matrices = {}
+        for node in point.consumers:
+            name = str(argument(node, "weight" if is_call(node, OPS["linear"]) else "gate_up").target)
+            if not name.endswith(".gate.weight"):  # the router stays in f32
+                matrices[name] = "int8" if name == "lm_head.weight" else "int3_g32"
 
         def error(program, ends=ends, matrices=matrices):
             rounded = {

@@ -96,6 +96,11 @@ def test_overrides_take_lists_numbers_null_and_indices():
         ),
         (["smooth.alpha=0.5"], ["'smooth.method' and 'smooth.alpha'", "smoothquant only"]),
         (["quantise.damping=0.1"], ["'quantise.method' and 'quantise.damping'", "gptq only"]),
+        (
+            ["quantise.method=gptq", "quantise.static_groups=false"],
+            ["'quantise.order' and 'quantise.static_groups'", "order activation", "quantise.order=natural"],
+        ),
+        (["quantise.static_groups=false"], ["'quantise.static_groups'", "gptq only"]),
         (["outliers.threshold=6"], ["'outliers.threshold' and 'linear.weight'", "weight int8"]),
         (["kv_cache.max_error=0.1"], ["'kv_cache.format' and 'kv_cache.max_error'", "format int8"]),
         (
@@ -176,6 +181,13 @@ def test_patterns_decide_and_the_last_match_wins():
         "model.layers.1.mlp.gate": ("bf16", "bf16"),
         "lm_head": ("int8", "int8_g32"),
     }
+
+
+def test_groups_found_on_the_way_go_with_the_natural_order():
+    recipe = load_recipe(
+        "int4", ["quantise.method=gptq", "quantise.static_groups=false", "quantise.order=natural"]
+    )
+    assert not recipe.quantise.static_groups
 
 
 def test_other_tools_spellings_are_understood():
