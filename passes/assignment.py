@@ -147,6 +147,13 @@ def _resolve(program: Program, matrix: Matrix, notes: list[str]) -> Matrix:
     if kind_of(node) == "moe" and matrix.activation == "int8_static":
         notes.append(f"experts take no static activation scale: {default_activation(matrix.weight)} instead")
         matrix = replace(matrix, activation=default_activation(matrix.weight))
+    if matrix.activation == "int8_static" and matrix.role != "linear":
+        raise InputError(
+            f"{matrix.name} takes no static activation scale",
+            found=f"activation int8_static for the {matrix.role}",
+            expected="static activation scales for linears only: calibration finds no others",
+            action=f"leave {matrix.name} out of the override's pattern, or set its activation to auto",
+        )
     if matrix.weight != "keep":
         notes += [
             f"{kind.found} rounded again to {matrix.weight}"

@@ -16,6 +16,7 @@ Results are kept in files until the engine is written: memory holds one matrix a
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -80,6 +81,14 @@ class Inputs:
         assert largest is not None
         return cls(gram, largest, tokens)
 
+    def without(self, columns: Tensor) -> Inputs:
+        """The inputs with some features set to zero."""
+        gone = columns.long()
+        gram = self.gram
+        if gram is not None:
+            gram = gram.index_fill(0, gone, 0.0).index_fill_(1, gone, 0.0)
+        return Inputs(gram, self.largest.index_fill(0, gone, 0.0), self.tokens)
+
     def invert(self, options: GptqOptions) -> Inverse | None:
         """The factor that GPTQ needs, computed once; None, with `failure`, where there is none."""
         if self.inverse is None and not self.failure and self.gram is not None:
@@ -104,15 +113,7 @@ class CalibratedRounding:
 
     def run(self) -> list[str]:
         """Rewrite every linear and every moe that a recipe rounds with calibration; returns notes."""
-        quantise = self.recipe.quantise
-        self._options = GptqOptions(
-            quantise.damping,
-            quantise.block,
-            quantise.order,
-            quantise.static_groups,
-            quantise.range,
-            quantise.symmetric,
-        )
+        self._options = GptqOptions.of(self.recipe.quantise)
         self._spool = Spool()
         self._shared: tuple[fx.Node, Inputs] | None = None
         self._columns: dict[fx.Node, fx.Node] = {}
@@ -142,6 +143,11 @@ class CalibratedRounding:
                 f"{walk.spilled_bytes / 1e6:,.0f} MB of activations waited on disk (calibration.memory)"
             )
         notes += [f"{name} is rounded to nearest: {why}" for name, why in self._fallbacks.items()]
+        experts = sum(
+            kind_of(matrix.node) == "moe" and matrix.is_integer for matrix in self.assigned.values()
+        )
+        if experts and self.recipe.outliers.threshold is not None:
+            notes.append(f"outliers.threshold: the experts of {experts} layers keep no columns apart")
         if self._few:
             notes.append(
                 f"{len(self._few)} experts saw fewer than {LEAST_EXPERT_TOKENS} calibration tokens and are rounded to nearest"
@@ -150,8 +156,13 @@ class CalibratedRounding:
 
     def _wanted(self, matrix: Matrix) -> bool:
         """Whether calibration decides something about a matrix: linears and experts; embeddings, heads and routers are not."""
-        moe = kind_of(matrix.node) == "moe"
-        return matrix.role == "linear" and matrix.is_integer and (self._needs_gram or not moe)
+        alone = matrix.activation == "int8_static" or self._may_have_outliers(matrix)
+        return matrix.role == "linear" and matrix.is_integer and (self._needs_gram or alone)
+
+    def _may_have_outliers(self, matrix: Matrix) -> bool:
+        """Whether columns of a matrix may stay apart: of linears in the format that the kernel adds them to."""
+        wanted = self.recipe.outliers.threshold is not None and matrix.weight == "int8"
+        return wanted and kind_of(matrix.node) == "linear"
 
     def _visit(self, walk: Walk, matrix: Matrix) -> Callable[[fx.Node], fx.Node]:
         def visit(node: fx.Node) -> fx.Node:
@@ -170,33 +181,30 @@ class CalibratedRounding:
             self._shared = (x, Inputs.of(walk.inputs(x), self._needs_gram))
         inputs = self._shared[1]
         source = self.program.weight_of(weight_node)
-        scale = float(inputs.largest.max()) / 127 if matrix.activation == "int8_static" else None
-        if scale == 0:
-            raise ValueError(
-                "has inputs that are zero in every calibration sample, and a static activation scale"
-            )
-        columns = self._outliers(x, inputs)
+        columns, apart = self._outliers(matrix, inputs), None
         if columns is not None:
-            kept = Selected(source, columns)
-            source = Zeroed(source, columns)
-            return self.rewriting.replace(
-                matrix,
-                {
-                    weight_node: QuantisedWeight(
-                        source, matrix.weight, "minmax", self.recipe.quantise.symmetric
-                    )
-                },
-                self._apart_nodes(x, columns, weight_node, kept),
-                scale,
+            apart = self._apart_nodes(x, columns, weight_node, Selected(source, columns))
+            source, inputs = Zeroed(source, columns), inputs.without(columns)
+        scale = self._static_scale(inputs) if matrix.activation == "int8_static" else None
+        stored: QuantisedWeight | None = None
+        if self._needs_gram:
+            weight = executed(source)
+            result = self._round(weight, inputs, parse_weight(matrix.weight), matrix.name)
+            self._note_error(matrix.name, weight, result, inputs)
+            stored = Rounded(source, matrix.weight, self._spool.put(result))
+        elif columns is not None:
+            quantise = self.recipe.quantise
+            stored = QuantisedWeight(source, matrix.weight, quantise.range, quantise.symmetric)
+        return self.rewriting.replace(matrix, stored and {weight_node: stored}, apart, scale)
+
+    def _static_scale(self, inputs: Inputs) -> float:
+        largest = float(inputs.largest.max())
+        if not 0 < largest < float("inf"):
+            found = "zero" if largest == 0 else "not finite"
+            raise ValueError(
+                f"cannot have a static activation scale: its inputs in the calibration samples are {found}"
             )
-        form = parse_weight(matrix.weight)
-        if not self._needs_gram:
-            return self.rewriting.replace(matrix, None, None, scale)
-        weight = executed(source)
-        result = self._round(weight, inputs, form, matrix.name)
-        self._note_error(matrix.name, weight, result, inputs)
-        stored = Rounded(source, matrix.weight, self._spool.put(result))
-        return self.rewriting.replace(matrix, {weight_node: stored}, None, scale)
+        return largest / 127
 
     @property
     def _needs_gram(self) -> bool:
@@ -225,14 +233,15 @@ class CalibratedRounding:
         delta = dequantise(result) - weight
         wrong = float(((delta @ inputs.gram) * delta).sum())
         right = float(((weight @ inputs.gram) * weight).sum())
-        self._errors[name] = (max(wrong, 0.0) / right) ** 0.5 if right > 0 else 0.0
+        if math.isfinite(wrong) and math.isfinite(right):
+            self._errors[name] = (max(wrong, 0.0) / right) ** 0.5 if right > 0 else 0.0
 
     # Outliers.
 
-    def _outliers(self, x: fx.Node, inputs: Inputs) -> Tensor | None:
+    def _outliers(self, matrix: Matrix, inputs: Inputs) -> Tensor | None:
         """Ascending columns [C] that stay apart, or None."""
         threshold = self.recipe.outliers.threshold
-        if threshold is None:
+        if threshold is None or not self._may_have_outliers(matrix):
             return None
         most = int(len(inputs.largest) * self.recipe.outliers.most)
         found = torch.argsort(inputs.largest, descending=True, stable=True)[:most]

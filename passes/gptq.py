@@ -20,6 +20,7 @@ from torch import Tensor
 from enginewright.passes.quant_formats import Grid, QuantTensor, from_grid, grouped
 from enginewright.passes.ranges import choose_grid
 from enginewright.recipes.formats import WeightFormat
+from enginewright.recipes.recipe import Quantise
 
 __all__ = ["GptqOptions", "Inverse", "NotPositiveError", "invert", "round_gptq"]
 
@@ -41,6 +42,12 @@ class GptqOptions:
     range: str = "mse"
     symmetric: bool = False
 
+    @classmethod
+    def of(cls, section: Quantise) -> GptqOptions:
+        """The options that a recipe's section `quantise` gives."""
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: getattr(section, name) for name in names})
+
 
 @dataclass(frozen=True)
 class Inverse:
@@ -56,8 +63,10 @@ def round_gptq(
     """Round `weight` [N, K] f32 so that the output X Wᵀ changes least; `gram` [K, K] is XᵀX of its inputs.
 
     An input that was never anything but zero is rounded to nearest and corrects nothing. Raises ValueError for values
-    that do not fit the format.
+    that do not fit the format, or for groups found on the way in another order than theirs.
     """
+    if not options.static_groups and options.order != "natural":
+        raise ValueError("groups whose grids are found on the way are rounded in their natural order")
     n, k = weight.shape
     order = inverse.order.tolist()
     factor = inverse.factor.numpy()
@@ -66,13 +75,14 @@ def round_gptq(
     )  # [K, N]: a column to round is one row of memory
     codes = np.empty((k, n), np.float32)
     columns = _Columns(weight, gram, form, options)
-    for start in range(0, k, options.block):
-        stop = min(start + options.block, k)
+    stop = 0
+    while (start := stop) < k:
+        stop = min(start + options.block, k, columns.fresh(start))
         errors = np.empty((stop - start, n), np.float32)
         for inner in range(start, stop, _INNER):
             end = min(inner + _INNER, stop)
             for column in range(inner, end):
-                columns.reach(order[column], work, column)
+                columns.reach(order[column], work)
                 code, value = columns.round(order[column], work[column])
                 codes[order[column]] = code
                 error = (work[column] - value) / factor[column, column]
@@ -94,7 +104,7 @@ class _Columns:
     """Scales and offsets of every group, laid out so that a column's are one row; found beforehand or on the way."""
 
     def __init__(self, weight: Tensor, gram: Tensor, form: WeightFormat, options: GptqOptions) -> None:
-        self.form, self.options = form, options
+        self.form, self.options, self.gram = form, options, gram
         self.n, self.k = weight.shape
         self.size = form.group or self.k
         self.top = np.float32(2**form.bits - 1)
@@ -111,15 +121,24 @@ class _Columns:
         if grid.offsets is not None:
             self.shifts[groups] = grid.offsets.numpy().T
 
-    def reach(self, column: int, work: Any, at: int) -> None:
-        """Called before a column is rounded: without static groups its group's grid is fitted to what errors have made of it."""
+    def fresh(self, start: int) -> int:
+        """Where the block that starts there must end: a grid found on the way needs all errors before it."""
+        return self.k if self.options.static_groups else (start // self.size + 1) * self.size
+
+    def reach(self, column: int, work: Any) -> None:
+        """Called before a column is rounded: without static groups its group's grid is fitted to what errors have made of it.
+
+        Columns are in their natural order then.
+        """
         if self.options.static_groups or column % self.size:
             return
-        values = torch.from_numpy(np.ascontiguousarray(work[at : min(at + self.size, self.k)].T))
+        group, part = column // self.size, slice(column, min(column + self.size, self.k))
+        values = torch.from_numpy(np.ascontiguousarray(work[part].T))
         whole = dataclasses.replace(self.form, group=0)
-        search = "minmax" if self.options.range == "minmax" else "mse"
-        grid = choose_grid(values, whole, search, symmetric=self.options.symmetric)
-        group = column // self.size
+        options = self.options
+        grid = choose_grid(
+            values, whole, options.range, symmetric=options.symmetric, gram=self.gram[part, part]
+        )
         self._set(slice(group, group + 1), grid)
 
     def round(self, column: int, values: Any) -> tuple[Any, Any]:

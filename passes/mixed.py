@@ -26,8 +26,8 @@ from enginewright.passes.program import Program, executed
 from enginewright.passes.quant_formats import dequantise, quantise_rtn
 from enginewright.passes.walk import Walk
 from enginewright.recipes.errors import InputError
-from enginewright.recipes.formats import default_activation, parse_weight
-from enginewright.recipes.recipe import Mixed
+from enginewright.recipes.formats import activations_for, default_activation, parse_weight
+from enginewright.recipes.recipe import Recipe
 
 __all__ = ["Choice", "Unit", "allocate", "choose_formats", "divergences", "units_of"]
 
@@ -186,12 +186,7 @@ def allocate(choices: Sequence[Choice], budget: float | None, max_kl: float | No
     level = [0] * len(choices)
     bits = sum(hull[0][0] * count for hull, count in zip(hulls, weights, strict=True))
     nats = sum(hull[0][1] for hull in hulls)
-    if budget is not None and bits > budget * total * (1 + 1e-9):
-        raise InputError(
-            "the budget is smaller than the smallest candidates",
-            found=f"mixed.budget {budget:g} bits; the smallest formats take {bits / total:.3g}",
-            action="raise mixed.budget, or add smaller formats to mixed.candidates",
-        )
+    _require_budget(budget, bits, total)
     blocked: set[int] = set()
     while max_kl is None or nats > max_kl:
         gains = [
@@ -219,6 +214,16 @@ def allocate(choices: Sequence[Choice], budget: float | None, max_kl: float | No
         choice.chosen = hull[at][2]
 
 
+def _require_budget(budget: float | None, bits: float, weights: int) -> None:
+    """Refuse a budget that is smaller than the `bits` which the smallest formats of so many weights take."""
+    if budget is not None and bits > budget * weights * (1 + 1e-9):
+        raise InputError(
+            "the budget is smaller than the smallest candidates",
+            found=f"mixed.budget {budget:g} bits; the smallest formats take {bits / weights:.3g}",
+            action="raise mixed.budget, or add smaller formats to mixed.candidates",
+        )
+
+
 def _hull(costs: Mapping[str, tuple[float, float]]) -> list[tuple[float, float, str]]:
     """(bits, nats, format) of the candidates on the lower convex hull, bits ascending."""
     hull: list[tuple[float, float, str]] = []
@@ -237,33 +242,51 @@ def _hull(costs: Mapping[str, tuple[float, float]]) -> list[tuple[float, float, 
 def choose_formats(
     program: Program,
     assigned: Assigned,
-    options: Mixed,
+    recipe: Recipe,
     samples: Samples,
     report: Callable[[str], None] = lambda text: None,
 ) -> tuple[Assigned, list[Choice]]:
-    """The assignment with every unit's format chosen, and the table that it was chosen from."""
-    units = units_of(program, assigned)
+    """The assignment with every unit's format chosen, and the table that it was chosen from.
+
+    A recipe's activation format stays where the chosen format may have it.
+    """
+    options = recipe.mixed
+    # Those with another format than the recipe's were given it by an override.
+    units = units_of(program, assigned, lambda m: _is_chosen(m) and m.weight == recipe.linear.weight)
     if not units:
         raise InputError(
             "mixed precision finds no linear to choose a format for", action="set mixed.budget=null"
         )
-    tokens = samples.cut(options.tokens)
-
-    def bits(unit: Unit, name: str) -> float:
-        return parse_weight(name).bits_per_weight(unit.inputs)
-
+    bits = {
+        unit.name: {name: parse_weight(name).bits_per_weight(unit.inputs) for name in options.candidates}
+        for unit in units
+    }
+    least = sum(min(bits[unit.name].values()) * unit.weights for unit in units)
+    _require_budget(options.budget, least, sum(unit.weights for unit in units))
     smallest = min(options.candidates, key=lambda name: parse_weight(name).bits_per_weight(4096))
     measured = divergences(
-        program, [(unit, options.candidates, smallest) for unit in units], tokens, report=report
+        program,
+        [(unit, options.candidates, smallest) for unit in units],
+        samples.cut(options.tokens),
+        report=report,
     )
     choices = [
-        Choice(unit, {name: (bits(unit, name), nats) for name, (_, nats) in measured[unit.name].items()})
+        Choice(unit, {name: (bits[unit.name][name], nats) for name, (_, nats) in measured[unit.name].items()})
         for unit in units
     ]
     allocate(choices, options.budget, options.max_kl)
     changed = dict(assigned)
     for choice in choices:
         for node in choice.unit.nodes:
-            activation = default_activation(choice.chosen)
-            changed[node] = dataclasses.replace(assigned[node], weight=choice.chosen, activation=activation)
+            changed[node] = _given(assigned[node], choice.chosen)
     return changed, choices
+
+
+def _given(matrix: Matrix, weight: str) -> Matrix:
+    """The matrix in another format; an activation that was asked for stays, a default becomes the new format's."""
+    activation = default_activation(weight)
+    if matrix.activation != default_activation(matrix.weight) and matrix.activation in activations_for(
+        weight
+    ):
+        activation = matrix.activation
+    return dataclasses.replace(matrix, weight=weight, activation=activation)

@@ -70,9 +70,7 @@ class Quantise:
         assigned, notes = assign(program, self.recipe)
         record: dict[str, Any] = {}
         if self.samples is not None and self.recipe.mixed.wanted:
-            assigned, choices = choose_formats(
-                program, assigned, self.recipe.mixed, self.samples, self.report
-            )
+            assigned, choices = choose_formats(program, assigned, self.recipe, self.samples, self.report)
             record["mixed"] = [choice.to_dict() for choice in choices]
         notes = [*notes_on(program, assigned), *notes]
         rewriting = Rewriting(program, self.recipe.quantise.range, self.recipe.quantise.symmetric)

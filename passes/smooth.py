@@ -7,7 +7,9 @@
    weights change the block's own output least. Source: Lin et al. 2024, "AWQ", eqs. 4 and 5, and its implementation for w̄.
 3. `smoothquant`: s = max|x|^α / max|w|^(1-α); α is given, or searched in the same way with weights and activations
    rounded. Source: Xiao et al. 2023, "SmoothQuant", eq. 4.
-4. A candidate is kept only if it beats s = 1, which leaves the point as it is.
+4. A candidate is kept only if it beats s = 1, which leaves the point as it is. The search rounds to nearest, which is quick.
+   Where the recipe rounds otherwise (GPTQ, searched ranges), the winner, its square root and 1 compete once more, rounded
+   so, with the inputs of the tokens that the comparison does not use.
 
 A point's block is what its consumers' outputs go through until they meet values that do not come from them: for query, key
 and value up to the attention's output projection, for gate and up the whole MLP, for a lone projection itself. The search
@@ -17,7 +19,8 @@ sees exact inputs (nothing upstream is rounded yet) and a few thousand of the ca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +30,12 @@ from enginewright.passes.assignment import Assigned, assign
 from enginewright.passes.calibration import Samples, needed
 from enginewright.passes.dialect import OPS
 from enginewright.passes.dialect.numerics import simulate_activation
+from enginewright.passes.gptq import GptqOptions, NotPositiveError, invert, round_gptq
 from enginewright.passes.manager import PassResult
 from enginewright.passes.matching import argument, is_call
 from enginewright.passes.program import Program, executed
 from enginewright.passes.quant_formats import dequantise, fit_grid, grouped, quantise_rtn
+from enginewright.passes.ranges import choose_grid
 from enginewright.passes.smoothing import SmoothingPoint, apply, find_points, require_equal
 from enginewright.passes.walk import Walk
 from enginewright.recipes.formats import parse_weight
@@ -40,7 +45,7 @@ __all__ = ["Smooth", "block_of"]
 
 _CHECKED_TOKENS = 64  # of the first sample, on which equality is checked
 _LEAST = 1e-4  # magnitudes below it count as this: a channel that is never used asks for no scale
-_SMOOTHQUANT_GRID = tuple(step / 20 for step in range(2, 20))
+_LEAST_ALPHA = 0.1  # of SmoothQuant's search
 
 
 class Smooth:
@@ -64,7 +69,6 @@ class Smooth:
         assigned, _ = assign(program, self.recipe)
         points = [p for p in points if any(_is_rounded(assigned, node) for node in p.consumers)]
         options = self.recipe.smooth
-        length = max(1, min(options.tokens, 4096))
         blocks = {point: block_of(point) for point in points}
         keep = [
             (source, nodes[-1])
@@ -76,7 +80,7 @@ class Smooth:
             samples.sequences,
             memory_bytes=int(self.recipe.calibration.memory * 2**30),
             keep=keep,
-            batch_tokens=length,
+            batch_tokens=options.tokens,
             report=self.report,
         )
         scales: dict[str, Tensor] = {}
@@ -84,7 +88,7 @@ class Smooth:
 
         def visit(point: SmoothingPoint) -> Callable[[fx.Node], None]:
             def search(_node: fx.Node) -> None:
-                found = _Search(walk, point, blocks[point], assigned, options).run()
+                found = _Search(walk, point, blocks[point], assigned, self.recipe).run()
                 if found is None:
                     kept.append(point.name)
                 else:
@@ -126,17 +130,19 @@ def block_of(point: SmoothingPoint) -> list[fx.Node]:
     graph = point.activation.graph
     output = graph.output_node()
     inside: dict[fx.Node, None] = dict.fromkeys(point.consumers)
-    first, last = min(inside), max(inside)
+    first = min(inside)
+    data: set[fx.Node] = set()  # whose values depend on what the tokens are, not on their positions alone
     for node in graph.nodes:
+        sources = [n for n in node.all_input_nodes if n in data]
+        if sources or (node.op == "placeholder" and node.target != "positions"):
+            data.add(node)
         if node < first or node in inside or node.op != "call_function":
             continue
-        data = [n for n in node.all_input_nodes if _is_data(n)]
-        if not data or not all(n in inside for n in data):
+        if not sources or not all(n in inside for n in sources):
             continue
         if output in node.users or (is_call(node, OPS["linear"]) and _reaches_output_only(node)):
             continue
         inside[node] = None
-    del last
     return sorted(inside)
 
 
@@ -149,18 +155,6 @@ def _reaches_output_only(node: fx.Node) -> bool:
         if is_call(node, OPS["linear"], OPS["moe"], OPS["attention"]):
             return False
     return False
-
-
-def _is_data(node: fx.Node) -> bool:
-    """Whether a node's value depends on what the tokens are, not on their positions alone."""
-    if node.op != "call_function":
-        return node.op == "placeholder" and node.target != "positions"
-    if is_call(node, OPS["position_table"]):
-        return False
-    cached = node.meta.get("_is_data")
-    if cached is None:
-        cached = node.meta["_is_data"] = any(map(_is_data, node.all_input_nodes))
-    return bool(cached)
 
 
 def _outside(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -182,6 +176,10 @@ def _is_rounded(assigned: Assigned, node: fx.Node) -> bool:
     return node in assigned and assigned[node].is_integer
 
 
+Rounding = Callable[[Tensor, fx.Node, Tensor], Tensor]
+"""(weights already scaled, their node, the scale of each input) -> what rounding makes of them."""
+
+
 class _Search:
     """The search of one point's scales, when the walk has reached the last node of its block."""
 
@@ -191,10 +189,10 @@ class _Search:
         point: SmoothingPoint,
         block: Sequence[fx.Node],
         assigned: Assigned,
-        options: Any,
+        recipe: Recipe,
     ) -> None:
-        self.walk, self.point, self.block, self.options = walk, point, block, options
-        self.assigned = assigned
+        self.walk, self.point, self.block = walk, point, block
+        self.assigned, self.recipe, self.options = assigned, recipe, recipe.smooth
         self.rounded = [node for node in point.consumers if _is_rounded(assigned, node)]
         self.matrices = {_matrix(node): node for node in self.rounded}
         self.weights = {matrix: executed(walk.program.weight_of(matrix)) for matrix in self.matrices}
@@ -204,12 +202,48 @@ class _Search:
         plain = self.walk.evaluate_with(self.block, 0, {})
         self.wanted = [plain[node] for node in _ends(self.block)]
         self.x = self.walk.value(self.point.activation, 0)
-        best, least = None, self._error(torch.ones(self.point.channels))
-        for scales in self._candidates():
-            error = self._error(scales)
+        best = self._best(self._candidates(), self._nearest)
+        plain = self.recipe.quantise.method == "rtn" and self.recipe.quantise.range == "minmax"
+        if best is not None and not plain and not any(is_call(node, OPS["moe"]) for node in self.rounded):
+            best = self._best([best, best.sqrt()], self._as_recipe)
+        return best
+
+    def _best(self, candidates: Iterable[Tensor], rounding: Rounding) -> Tensor | None:
+        best, least = None, self._error(torch.ones(self.point.channels), rounding)
+        for scales in candidates:
+            error = self._error(scales, rounding)
             if error < least:
                 best, least = scales, error
         return best
+
+    def _nearest(self, weight: Tensor, node: fx.Node, spread: Tensor) -> Tensor:
+        return _rounded(weight, self.assigned[node].weight)
+
+    def _as_recipe(self, weight: Tensor, node: fx.Node, spread: Tensor) -> Tensor:
+        """Rounded by the recipe's method, for inputs divided by `spread`."""
+        form, quantise = parse_weight(self.assigned[node].weight), self.recipe.quantise
+        gram, tokens = self._gram
+        gram = gram / torch.outer(spread, spread)
+        if quantise.method == "gptq":
+            options = GptqOptions.of(quantise)
+            try:
+                inverse = invert(gram, tokens, options)
+            except NotPositiveError:
+                return self._nearest(weight, node, spread)
+            return dequantise(round_gptq(weight, gram, inverse, form, options))
+        x, _ = grouped(weight, form)
+        grid = choose_grid(weight, form, quantise.range, symmetric=quantise.symmetric, gram=gram)
+        return grid.values(grid.codes(x)).flatten(-2)[..., : weight.shape[-1]]
+
+    @functools.cached_property
+    def _gram(self) -> tuple[Tensor, int]:
+        """XᵀX of all batches but the one that errors are measured on (of that one, where it is alone), and the tokens."""
+        batches = list(self.walk.inputs(self.point.activation))
+        rows = [x.reshape(-1, x.shape[-1]) for x in batches[1:] or batches]
+        gram = rows[0].T @ rows[0]
+        for more in rows[1:]:
+            gram.addmm_(more.T, more)
+        return gram, sum(map(len, rows))
 
     def _candidates(self) -> Iterator[Tensor]:
         mean, largest = self._activation_statistics()
@@ -223,8 +257,9 @@ class _Search:
         weight = self._channels(
             torch.stack([_flat(w).abs().amax(0) for w in self.weights.values()]).amax(0), "max"
         )
-        alphas = _SMOOTHQUANT_GRID if self.options.alpha == "search" else (self.options.alpha,)
-        for alpha in alphas:
+        steps = [step / self.options.grid for step in range(1, self.options.grid)]
+        alphas = [step for step in steps if step >= _LEAST_ALPHA]
+        for alpha in alphas if self.options.alpha == "search" else [self.options.alpha]:
             yield _centred(largest**alpha / weight.clamp(min=_LEAST) ** (1 - alpha))
 
     def _activation_statistics(self) -> tuple[Tensor, Tensor]:
@@ -259,13 +294,14 @@ class _Search:
         reduce = "mean" if how == "mean" else "amax"
         return start.scatter_reduce(0, self.point.index, values, reduce, include_self=False)
 
-    def _error(self, scales: Tensor) -> float:
+    def _error(self, scales: Tensor, rounding: Rounding) -> float:
         """The squared error of the block's outputs with consumers rounded under these scales."""
         spread = self.point.spread(scales)
         given: dict[fx.Node, Any] = {}
         rounds_input = self.options.method == "smoothquant"
         for matrix, node in self.matrices.items():
-            given[matrix] = _rounded(self.weights[matrix] * spread, self.assigned[node].weight) / spread
+            rounded = rounding(self.weights[matrix] * spread, node, spread)
+            given[matrix] = rounded / spread
         if rounds_input:
             # Several consumers read one rounded activation; those of one point share its format.
             activation = self.assigned[self.rounded[0]].activation

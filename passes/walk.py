@@ -60,7 +60,8 @@ class Walk:
         self._uses: dict[fx.Node, list[int]] = {
             node: sorted(self._place[user] for user in node.users) for node in program.graph.nodes
         }
-        for node, until in keep:
+        self._kept = list(keep)
+        for node, until in self._kept:
             self._uses[node] = sorted([*self._uses[node], self._place[until]])
         self._values = _Values(memory_bytes, len(self.batches))
         self._constants: dict[fx.Node, Any] = {}
@@ -69,8 +70,16 @@ class Walk:
     def run(self, visit: Mapping[fx.Node, Visit], whole: bool = False) -> None:
         """Walk to the last node of `visit`: node -> what to call when it is reached.
 
-        Only what those nodes need is computed; with `whole`, everything before them, and values stay that later nodes use.
+        Only what those nodes need, and what is kept for them, is computed; with `whole`, everything before them, and values
+        stay that later nodes use.
         """
+        try:
+            self._run(visit, whole)
+        finally:
+            self.peak_bytes, self.spilled_bytes = self._values.peak_bytes, self._values.spilled_bytes
+            self._values.close()
+
+    def _run(self, visit: Mapping[fx.Node, Visit], whole: bool) -> None:
         order = list(self.program.graph.nodes)
         last = max((self._place[node] for node in visit), default=-1)
         needed = set(order[: last + 1]) if whole else self._needed(order[: last + 1], visit)
@@ -92,8 +101,6 @@ class Walk:
                     left = spent * (work - done) / done
                     module = node.meta.get("module") or node.name
                     self.report(f"{module}, {done / work:.0%}, {left:,.0f} s left")
-        self.peak_bytes, self.spilled_bytes = self._values.peak_bytes, self._values.spilled_bytes
-        self._values.close()
 
     def inputs(self, node: fx.Node) -> Iterator[Tensor]:
         """The value of `node`, batch by batch: [tokens of the batch, …]. Evaluated already and still in use."""
@@ -145,8 +152,8 @@ class Walk:
     # Evaluation.
 
     def _needed(self, order: Sequence[fx.Node], visit: Mapping[fx.Node, Visit]) -> set[fx.Node]:
-        """The visited nodes and all that their inputs come from."""
-        needed, stack = set(), list(visit)
+        """The visited nodes, what is kept for them, and all that their inputs come from."""
+        needed, stack = set(), [*visit, *(node for node, until in self._kept if until in visit)]
         while stack:
             node = stack.pop()
             if node not in needed:

@@ -490,6 +490,13 @@ def _check_together(recipe: Recipe) -> None:
                     f"{key} with gptq only",
                     "set quantise.method=gptq, or leave it out",
                 )
+    if quantise.order == "activation" and not quantise.static_groups:
+        refuse(
+            "'quantise.order' and 'quantise.static_groups'",
+            "order activation, static_groups false",
+            "order natural where groups' scales are found on the way: a group is then rounded in one piece",
+            "set quantise.order=natural, or quantise.static_groups=true",
+        )
     if recipe.outliers.threshold is not None and linear != "int8":
         refuse(
             "'outliers.threshold' and 'linear.weight'",

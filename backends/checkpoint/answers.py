@@ -6,6 +6,8 @@ applied by compressed-tensors.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,9 +51,9 @@ class FolderAnswers:
         shown = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         try:
-            with warnings.catch_warnings():
+            with _quiet(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that the folder's own settings hold beside `dequantize`
-                self._model, self._report = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
                     engine.path,
                     local_files_only=True,
                     dtype=torch.float32,
@@ -67,9 +69,8 @@ class FolderAnswers:
         finally:
             if shown:
                 logging.enable_progress_bar()
-        strange = [
-            name for kind in ("missing_keys", "unexpected_keys") for name in sorted(self._report[kind])
-        ]
+        self._model, report = loaded
+        strange = [name for kind in ("missing_keys", "unexpected_keys") for name in sorted(report[kind])]
         if strange:
             raise LoweringError(
                 f"transformers does not find the tensors of {facts.get('source')} under their names",
@@ -91,11 +92,16 @@ class FolderAnswers:
     ) -> list[npt.NDArray[np.float32]]:
         """Logits [T, vocab] of each sequence; `chunk_size` changes nothing."""
         found = []
-        with torch.inference_mode():
+        with _quiet(), torch.inference_mode():
             for tokens in sequences:
                 ids = torch.tensor([list(tokens)])
                 found.append(self._model(input_ids=ids, use_cache=False).logits[0].float().numpy())
         return found
+
+
+def _quiet() -> contextlib.AbstractContextManager[Any]:
+    """Keeps compressed-tensors' progress bars, which no setting turns off, from the screen."""
+    return contextlib.redirect_stderr(io.StringIO())
 
 
 def _options(engine: Artifact) -> dict[str, Any]:

@@ -237,16 +237,15 @@ def _plain(
     for name, shape in state.items():
         own = bound.get(name)
         here = canonical.get(id(own), name)
-        weight = stored.get(name) or stored.get(here) or program.weights.get(here)
-        if weight is not None and name in turned:
-            weight = transposed(weight)
-        if weight is None or weight.shape != shape:
-            weight = own
-        if weight is None:
+        now = stored.get(name) or stored.get(here) or program.weights.get(here)
+        if now is not None and name in turned:
+            now = transposed(now)
+        chosen = own if now is None or now.shape != shape else now
+        if chosen is None:
             raise LoweringError(
                 f"{name} of transformers' model is not in the graph", expected=f"shape {list(shape)}"
             )
-        entries[name] = _plain_entry(weight, offsets.get(here, 0.0))
+        entries[name] = _plain_entry(chosen, offsets.get(here, 0.0))
     return entries
 
 

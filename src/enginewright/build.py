@@ -122,13 +122,14 @@ def optimize(
             source = open_source(model)
             gate = target.gate(resolved, source)
             record.detail = source.name
+        samples = _samples_of_file(source, resolved, progress)
         with progress.stage("capture") as record:
             program = capture(source, max_context=resolved.max_context)
             record.detail = (
                 f"{program.facts.architecture}, {program.facts.parameters / 1e6:,.1f} M parameters"
             )
         judge = program.clone()
-        samples = _samples(source, program, resolved, progress)
+        samples = samples or _samples_of_model(source, program, resolved, progress)
         order = steps(resolved, samples, progress.update, until=Stage[target.stage], gate=gate, ledger=ledger)
         passes, records = _run_passes(program, order, progress, dump)
         with progress.stage("lower") as record:
@@ -180,20 +181,33 @@ def _costs(
     return ledger.measure(tokens, progress.update)
 
 
-def _samples(source: ModelSource, program: Program, recipe: Recipe, progress: Progress) -> Samples | None:
-    """Calibration data, where the recipe asks for it."""
+def _samples_of_file(source: ModelSource, recipe: Recipe, progress: Progress) -> Samples | None:
+    """Calibration data of a file, where the recipe names one. Its faults are found before any long work."""
+    if not recipe.calibrates or recipe.calibration.source == "self":
+        return None
+    with progress.stage("calibrate") as record:
+        samples = from_file(source, recipe)
+        record.detail = _told(samples, recipe)
+    return samples
+
+
+def _samples_of_model(
+    source: ModelSource, program: Program, recipe: Recipe, progress: Progress
+) -> Samples | None:
+    """Calibration data that the model writes, where the recipe asks for any."""
     if not recipe.calibrates:
         return None
     with progress.stage("calibrate") as record:
-        if recipe.calibration.source == "self":
-            samples = from_model(source, program, recipe.calibration, progress.update)
-        else:
-            samples = from_file(source, recipe.calibration)
-        record.detail = (
-            f"{len(samples.sequences)} samples, {samples.tokens:,} tokens from {samples.source} for "
-            + ", ".join(recipe.calibrates)
-        )
+        samples = from_model(source, program, recipe.calibration, progress.update)
+        record.detail = _told(samples, recipe)
     return samples
+
+
+def _told(samples: Samples, recipe: Recipe) -> str:
+    return (
+        f"{len(samples.sequences)} samples, {samples.tokens:,} tokens from {samples.source} for "
+        + ", ".join(recipe.calibrates)
+    )
 
 
 def _run_passes(
@@ -231,12 +245,14 @@ def _manifest(program: Program, source: ModelSource, recipe: Recipe, backend: Ba
     groups = facts.pop("kv_groups")
     for group in groups:
         group.update(format=recipe.kv_cache.format, page_size=recipe.kv_cache.page_size)
+    resolved = recipe.resolved()
+    resolved["calibration"]["source"] = Path(recipe.calibration.source).name  # no path of this machine
     return {
         "enginewright_version": __version__,
         "backend": backend.name,
         "target": backend.target,
         "model": {**facts, "source": source.name},
-        "recipe": recipe.resolved(),
+        "recipe": resolved,
         "kv_groups": groups,
         "io": {
             "inputs": ["tokens", "positions", "seq_starts", "context_lens", "page_tables", "logit_rows"],

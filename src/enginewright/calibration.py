@@ -24,6 +24,7 @@ from enginewright.passes.normalise import Normalise
 from enginewright.passes.pipeline import steps
 from enginewright.passes.program import Program, Stage
 from enginewright.passes.source import ModelSource
+from enginewright.passes.supported import resolve_context
 from enginewright.recipes.errors import InputError, near_matches
 from enginewright.recipes.recipe import Calibration, Recipe, load_recipe
 from enginewright.runtime.engine import load
@@ -83,8 +84,9 @@ def read_texts(path: Path, text_field: str) -> Texts:
     return texts
 
 
-def from_file(source: ModelSource, options: Calibration) -> Samples:
-    """Samples of a file's text, as the model's tokenizer makes them."""
+def from_file(source: ModelSource, recipe: Recipe) -> Samples:
+    """Samples of a file's text, as the model's tokenizer makes them; none is longer than the engine's context."""
+    options = recipe.calibration
     path = Path(options.source).expanduser()
     texts = read_texts(path, options.text_field)
     if source.tokenizer is None:
@@ -95,7 +97,7 @@ def from_file(source: ModelSource, options: Calibration) -> Samples:
     first = first_tokens(source.tokenizer)
     whole = path.suffix == ".txt"
     sequences: list[list[int]] = []
-    wanted = options.length - len(first)
+    wanted = min(options.length, resolve_context(source.config, recipe.max_context)[0]) - len(first)
     if wanted < 1:
         raise InputError("calibration.length leaves no room for text", found=options.length)
     for text in texts:
@@ -109,12 +111,25 @@ def from_file(source: ModelSource, options: Calibration) -> Samples:
             found=f"{sum(map(len, sequences))} tokens, no sample of {LEAST_TOKENS} or more",
             expected=f"text of at least {LEAST_TOKENS} tokens; {options.samples} × {options.length} are asked for",
         )
+    _require_known(source, path, usable)
     detail: dict[str, Any] = {"file_sha256": _file_digest(path)}
     if not whole:
         detail["text_field"] = options.text_field
     if len(usable) < len(sequences):
         detail["too_short"] = len(sequences) - len(usable)
     return Samples(_chosen(usable, options), path.name, options.seed, detail)
+
+
+def _require_known(source: ModelSource, path: Path, sequences: list[list[int]]) -> None:
+    """Refuse text whose tokens the model has no embedding of: its tokenizer belongs to another model."""
+    largest, size = max(map(max, sequences)), getattr(source.config, "vocab_size", None)
+    if size is not None and largest >= size:
+        raise InputError(
+            f"the tokenizer makes tokens of {path} that the model does not have",
+            found=f"token {largest}",
+            expected=f"ids below {size}, the size of the model's vocabulary",
+            action="check that the folder's tokenizer belongs to its model",
+        )
 
 
 def from_model(source: ModelSource, program: Program, options: Calibration, report: Report) -> Samples:
@@ -153,10 +168,10 @@ def _written(
         if token not in special or len(special) >= engine.vocab_size:
             starts.append([*first, token])
     seeds = [chance.randrange(2**32) for _ in starts]
-    missing = max(length - len(starts[0]), 1)
+    missing = max(length - len(starts[0]), 0)
     written = 0
     pieces: list[list[int]] = [list(start) for start in starts]
-    for at in range(0, len(starts), 64):
+    for at in range(0, len(starts) if missing else 0, 64):
         group = slice(at, at + 64)
         for completion, piece in zip(
             engine.generate(starts[group], missing, temperature=1.0, seed=seeds[group], ignore_eos=True),
@@ -210,7 +225,7 @@ def _unreadable(path: Path, error: Exception) -> InputError:
 
 def _read_plain(path: Path, _field: str) -> Texts:
     try:
-        return [path.read_text(encoding="utf-8")]
+        return [path.read_text(encoding="utf-8-sig")]
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
 
@@ -218,7 +233,7 @@ def _read_plain(path: Path, _field: str) -> Texts:
 def _read_jsonl(path: Path, text_field: str) -> Texts:
     texts = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON's strings may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
     for number, line in enumerate(lines, 1):

@@ -32,11 +32,14 @@ from tests.passes.architectures import VOCAB, write_tokenizer
 pytest.importorskip("compressed_tensors")
 
 PROMPT = torch.randint(3, VOCAB, (11,), generator=torch.Generator().manual_seed(1)).tolist()
+ONE = {"num_hidden_layers": 1}
 PLAIN = ("embedding.weight=bf16", "head.weight=bf16", "verify.max_kl=null")
 
 
 def plain(path: Path, arch: str = "llama", dtype: torch.dtype = torch.float32, **changes) -> Path:
-    sizes = make.GPT_SIZES if arch == "gpt2" else make.SIZES
+    sizes = {**make.GPT_SIZES, "n_layer": 1} if arch == "gpt2" else make.SIZES
+    if arch not in ("gpt2", "gemma3_text"):
+        sizes = {**sizes, **ONE}
     make.ARCHITECTURES[arch](**{**sizes, **changes}).to(dtype).save_pretrained(path)
     write_tokenizer(path)
     return path
@@ -44,7 +47,7 @@ def plain(path: Path, arch: str = "llama", dtype: torch.dtype = torch.float32, *
 
 def quantised(path: Path, recipe: str, *overrides: str) -> Program:
     program = capture(path)
-    order = steps(load_recipe(recipe, list(overrides)), Stage.QUANTISED)
+    order = steps(load_recipe(recipe, list(overrides)), until=Stage.QUANTISED)
     run_steps(program, [Step(Normalise(), Stage.NORMALISED, required=True), *order])
     return program
 
@@ -93,6 +96,17 @@ CASES = [
         ("linear.weight=int8_g16", "overrides=[{match: '*.0.*down_proj', weight: bf16}]", *PLAIN),
     ),
     ("llama", "int8", ("overrides=[{match: '*o_proj', weight: int8_g32}]", *PLAIN)),
+    ("llama", "int4", ("linear.weight=int4_g32_zp", "quantise.symmetric=true", *PLAIN)),
+    (
+        "qwen2",
+        "int8",
+        (
+            "linear.weight=int4_g16_zp",
+            "quantise.symmetric=true",
+            "embedding.weight=bf16",
+            "verify.max_kl=null",
+        ),
+    ),
     ("gpt2", "bf16", ()),
     ("mixtral", "bf16", ()),
 ]
@@ -124,14 +138,14 @@ def test_transformers_gives_the_programs_logits_and_our_reader_its_integers(
 @pytest.mark.parametrize(
     "write",
     [
-        make.write_packed,
-        make.write_w8a8,
+        lambda path: make.write_packed(path, **ONE),
+        lambda path: make.write_w8a8(path, **ONE),
         lambda path: make.write_w8a8(path, "gemma3_text", static=True),
-        lambda path: make.write_packed(path, "qwen2", symmetric=False),
-        lambda path: make.write_packed(path, bits=8),
-        lambda path: make.write_awq(path),
-        lambda path: make.write_gptq(path, bits=2, version=2),
-        lambda path: make.write_bitsandbytes(path),
+        lambda path: make.write_packed(path, "qwen2", symmetric=False, **ONE),
+        lambda path: make.write_packed(path, bits=8, **ONE),
+        lambda path: make.write_awq(path, **ONE),
+        lambda path: make.write_gptq(path, bits=2, version=2, **ONE),
+        lambda path: make.write_bitsandbytes(path, **ONE),
     ],
 )
 def test_a_quantised_folder_goes_through_unchanged(tmp_path, write):
@@ -155,9 +169,21 @@ def test_a_quantised_folder_goes_through_unchanged(tmp_path, write):
         assert torch.equal(stored[f"{name}.weight"], written.tensors[f"{name}.weight"])
 
 
+def test_a_recipe_that_rounds_inputs_per_token_is_written_as_w8a8(tmp_path):
+    overrides = ("linear.activation=int8", *PLAIN)
+    report = optimize(
+        plain(tmp_path / "source"), "int8", tmp_path / "out", backend="checkpoint", overrides=overrides
+    )
+    (group,) = json.loads((report.path / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
+    assert group["format"] == "int-quantized" and group["input_activations"]["strategy"] == "token"
+    assert report.verification["mean_kl"] < 0.05
+
+
 def test_the_rounding_of_inputs_is_compressed_tensors_own(tmp_path):
     """W8A8: transformers rounds inputs per token to ±127.5 steps, the Program to ±127: close, and not equal."""
-    written = make.write_w8a8(tmp_path / "source")
+    written = make.write_w8a8(tmp_path / "source", **ONE)
     report = optimize(
         written.path, "keep", tmp_path / "out", backend="checkpoint", overrides=["verify.max_kl=null"]
     )
@@ -169,7 +195,7 @@ def test_the_rounding_of_inputs_is_compressed_tensors_own(tmp_path):
 
 
 def test_many_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr("enginewright.backends.checkpoint.lower._SHARD_BYTES", 30_000)
+    monkeypatch.setattr("enginewright.backends.checkpoint.lower._SHARD_BYTES", 15_000)
     source = plain(tmp_path / "source")
     overrides = ("linear.weight=int4_g32_zp", *PLAIN)
     report = optimize(source, "int4", tmp_path / "out", backend="checkpoint", overrides=overrides)
@@ -189,6 +215,32 @@ def test_equal_builds_give_equal_folders(tmp_path):
 
 
 # What smoothing leaves behind.
+
+
+def test_a_calibrated_and_smoothed_model(tmp_path):
+    source = plain(tmp_path / "source", "gemma3_text")
+    words = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(2)).tolist()
+    (tmp_path / "text.txt").write_text(" ".join(f"w{word}" for word in words))
+    overrides = (
+        "linear.weight=int4_g32_zp", "quantise.symmetric=true", "quantise.method=gptq", "smooth.method=smoothquant",
+        "smooth.alpha=0.5", "calibration.samples=8", "calibration.length=32", *PLAIN,
+    )  # fmt: skip
+    report = optimize(
+        source,
+        "int4",
+        tmp_path / "out",
+        backend="checkpoint",
+        overrides=overrides,
+        calibration=tmp_path / "text.txt",
+    )
+    before, after = load_file(source / "model.safetensors"), load_file(report.path / "model.safetensors")
+    smoothed = next(entry for entry in report.passes if entry["name"] == "smooth")
+    norms = [name for name in before if "norm" in name]
+    assert smoothed["matches"] and any(not torch.equal(after[name], before[name]) for name in norms)
+    rounded = optimize(
+        source, "int4", tmp_path / "plain", backend="checkpoint", overrides=(overrides[0], *PLAIN)
+    )
+    assert report.verification["mean_kl"] < 1.5 * rounded.verification["mean_kl"]
 
 
 class OnePlus(Weight):
@@ -218,7 +270,7 @@ class Halved(OnePlus):
 def smoothed(path: Path) -> Program:
     """Gemma with the norms before attention doubled, and what reads them halved."""
     program = capture(path)
-    order = steps(load_recipe("int8", list(PLAIN)), Stage.QUANTISED)
+    order = steps(load_recipe("int8", list(PLAIN)), until=Stage.QUANTISED)
     run_steps(program, [Step(Normalise(), Stage.NORMALISED, required=True), *order[:-1]])
     for node in program.graph.nodes:
         if is_call(node, OPS["rms_norm"], OPS["add_rms_norm"]):
@@ -318,7 +370,7 @@ def test_models_that_the_format_cannot_say(tmp_path, monkeypatch, arch, changes,
 
 
 def test_groups_across_the_inputs_are_refused(tmp_path):
-    written = make.write_gptq(tmp_path / "source", desc_act=True)
+    written = make.write_gptq(tmp_path / "source", desc_act=True, **ONE)
     with pytest.raises(InputError, match=r"(?s)q_proj.*desc_act"):
         optimize(written.path, "keep", tmp_path / "out", backend="checkpoint")
 

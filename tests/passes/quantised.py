@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
+INPUT_SCALE = 0.0625
 GPT_SIZES: dict[str, Any] = {"n_embd": 64, "n_inner": 160, "n_head": 4}
 
 
@@ -386,7 +387,7 @@ def write_w8a8(
             "weight_scale": scales[:1, 0] if strategy == "tensor" else scales,
         }
         if static:
-            tensors["input_scale"] = torch.tensor([0.03125])
+            tensors["input_scale"] = torch.tensor([INPUT_SCALE])
         return tensors
 
     return write(path, arch, settings, make, pack, 0, **changes)

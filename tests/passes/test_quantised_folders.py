@@ -113,7 +113,7 @@ def test_values_equal_transformers_and_integers_arrive_unchanged(tmp_path, case)
         if case in ACTIVATIONS:
             assert argument(node, "activation_format") == ACTIVATIONS[case]
     if case == "w8a8-static":
-        assert {argument(nodes[name], "activation_scale") for name in written.matrices} == {0.03125}
+        assert {argument(nodes[name], "activation_scale") for name in written.matrices} == {make.INPUT_SCALE}
 
 
 @pytest.mark.parametrize(

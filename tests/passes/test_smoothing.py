@@ -1,6 +1,5 @@
 """Smoothing that rounds nothing leaves every model as it is: logits, and the experts that a router picks."""
 
-import functools
 import math
 import operator
 from collections import Counter
@@ -9,11 +8,9 @@ import pytest
 import torch
 
 from enginewright.passes import legality, smoothing
-from enginewright.passes.capture import capture
 from enginewright.passes.dialect import OPS
 from enginewright.passes.manager import run_steps
 from enginewright.passes.matching import argument, is_call
-from enginewright.passes.normalise import Normalise
 from enginewright.passes.pipeline import steps
 from enginewright.passes.program import Execution, Stage
 from enginewright.passes.smoothing import apply, check_equal, find_points, require_equal
@@ -21,7 +18,8 @@ from enginewright.passes.weights import ConstantTensor, ScaledAlong, scaled_alon
 from enginewright.recipes.errors import LoweringError
 from enginewright.recipes.recipe import load_recipe
 from tests import models
-from tests.passes.architectures import ARCHITECTURES, VOCAB, folder
+from tests.passes.architectures import ARCHITECTURES, VOCAB
+from tests.passes.families import family, fused, some_tokens
 from tests.passes.graphs import TOKENS, Build, aten
 from tests.passes.paged import Pools
 
@@ -61,19 +59,6 @@ POINTS = {
     "falcon-multiquery": (2, 2, 0, 2, 1),
     "falcon-grouped": (4, 2, 0, 2, 1),
 }
-
-
-def fused(model):
-    """The Program just before quantisation."""
-    program = capture(model)
-    Normalise().run(program)
-    run_steps(program, [step for step in steps(load_recipe("fp32")) if step.stage <= Stage.FUSED])
-    return program
-
-
-@functools.cache
-def family(arch):
-    return fused(folder(arch))
 
 
 def random_scales(points, octaves=2.0, seed=0):
@@ -117,10 +102,6 @@ def chosen_experts(program, tokens):
         {"tokens": torch.tensor(tokens, dtype=torch.int32), "positions": torch.arange(len(tokens))}
     )
     return chosen
-
-
-def some_tokens(count=23):
-    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
 @pytest.mark.parametrize("explicit", [False, True])
