@@ -243,7 +243,7 @@ def comparison_table(outcomes: Sequence[Outcome], pairs: Sequence[tuple[str, str
     header = ["a → b", "measured", "text", "KL of a", "KL of b", "b - a", "95% interval", "b is smaller in"]
     rows = []
     for a, b in pairs:
-        for kind in by_name[a].figures.keys() & by_name[b].figures.keys():
+        for kind in [kind for kind in by_name[a].figures if kind in by_name[b].figures]:
             first, second = (by_name[name].figures[kind] for name in (a, b))
             series = {text: (first[text].kl, second[text].kl) for text in first}
             if len(series) > 1:
