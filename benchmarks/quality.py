@@ -196,7 +196,7 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _apart(call: Callable[..., Any], *arguments: Any) -> Any:
+def apart(call: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a call in a fresh process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(call, *arguments).result()
@@ -395,12 +395,12 @@ def main(
     with tempfile.TemporaryDirectory(prefix="enginewright-quality-") as folder:
         work = Work(model, chunks, before, Path(folder))
         click.echo("the source model in fp32", err=True)
-        base = _apart(reference, work)
+        base = apart(reference, work)
         for number, name in enumerate(names, 1):
             click.echo(f"{name}, {number} of {len(names)}", err=True)
             given = calibration if resolved[name].calibrates else None
             try:
-                outcomes.append(_apart(measure, work, name, changes, given))
+                outcomes.append(apart(measure, work, name, changes, given))
             except EnginewrightError as error:
                 outcomes.append(Outcome(name, failure=" ".join(str(error).split())))
     click.echo(quality_table(outcomes, base))

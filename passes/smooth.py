@@ -2,7 +2,7 @@
 
 1. Every point of `smoothing.find_points` gets a scale a channel; the pass writes x / s and W · diag(s), and the Program's
    logits stay as they were: that is checked on calibration tokens, every time.
-2. `awq`: s = x̄^α / w̄^(1-α), with x̄ the channel's mean |x| over all calibration tokens and w̄ the mean share of its group's
+2. `awq`: s = x̄^α / w̄^(1-α), with x̄ the channel's mean |x| over some 16,000 calibration tokens and w̄ the mean share of its group's
    largest weight that a weight of the channel has; and s = x̄^α. Of α in a grid, and both forms, the one whose rounded
    weights change the block's own output least. Source: Lin et al. 2024, "AWQ", eqs. 4 and 5, and its implementation for w̄.
 3. `smoothquant`: s = max|x|^α / max|w|^(1-α); α is given, or searched in the same way with weights and activations
@@ -43,6 +43,7 @@ from enginewright.recipes.recipe import Recipe
 
 __all__ = ["Smooth", "block_of"]
 
+STATISTICS_TOKENS = 16384  # of the calibration's, over which magnitudes are taken
 _CHECKED_TOKENS = 64  # of the first sample, on which equality is checked
 _LEAST = 1e-4  # magnitudes below it count as this: a channel that is never used asks for no scale
 _LEAST_ALPHA = 0.1  # of SmoothQuant's search
@@ -77,7 +78,7 @@ class Smooth:
         ]
         walk = Walk(
             program,
-            samples.sequences,
+            samples.first(max(STATISTICS_TOKENS, options.tokens)),
             memory_bytes=int(self.recipe.calibration.memory * 2**30),
             keep=keep,
             batch_tokens=options.tokens,
