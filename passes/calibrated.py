@@ -186,16 +186,16 @@ class CalibratedRounding:
             apart = self._apart_nodes(x, columns, weight_node, Selected(source, columns))
             source, inputs = Zeroed(source, columns), inputs.without(columns)
         scale = self._static_scale(inputs) if matrix.activation == "int8_static" else None
-        stored: QuantisedWeight | None = None
+        stored: dict[fx.Node, QuantisedWeight] = {}
         if self._needs_gram:
             weight = executed(source)
             result = self._round(weight, inputs, parse_weight(matrix.weight), matrix.name)
             self._note_error(matrix.name, weight, result, inputs)
-            stored = Rounded(source, matrix.weight, self._spool.put(result))
+            stored[weight_node] = Rounded(source, matrix.weight, self._spool.put(result))
         elif columns is not None:
             quantise = self.recipe.quantise
-            stored = QuantisedWeight(source, matrix.weight, quantise.range, quantise.symmetric)
-        return self.rewriting.replace(matrix, stored and {weight_node: stored}, apart, scale)
+            stored[weight_node] = QuantisedWeight(source, matrix.weight, quantise.range, quantise.symmetric)
+        return self.rewriting.replace(matrix, stored, apart, scale)
 
     def _static_scale(self, inputs: Inputs) -> float:
         largest = float(inputs.largest.max())

@@ -200,8 +200,8 @@ class _Search:
 
     def run(self) -> Tensor | None:
         """The best scales [channels], or None where nothing beats 1."""
-        plain = self.walk.evaluate_with(self.block, 0, {})
-        self.wanted = [plain[node] for node in _ends(self.block)]
+        unrounded = self.walk.evaluate_with(self.block, 0, {})
+        self.wanted = [unrounded[node] for node in _ends(self.block)]
         self.x = self.walk.value(self.point.activation, 0)
         best = self._best(self._candidates(), self._nearest)
         plain = self.recipe.quantise.method == "rtn" and self.recipe.quantise.range == "minmax"
@@ -260,18 +260,20 @@ class _Search:
         )
         steps = [step / self.options.grid for step in range(1, self.options.grid)]
         alphas = [step for step in steps if step >= _LEAST_ALPHA]
-        for alpha in alphas if self.options.alpha == "search" else [self.options.alpha]:
+        if self.options.alpha != "search":
+            alphas = [float(self.options.alpha)]
+        for alpha in alphas:
             yield _centred(largest**alpha / weight.clamp(min=_LEAST) ** (1 - alpha))
 
     def _activation_statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and largest |x| of each channel over all calibration tokens."""
-        total, largest, count = 0.0, None, 0
+        width = self.point.activation.meta["val"].shape[-1]
+        total, largest, count = torch.zeros(width, dtype=torch.float64), torch.zeros(width), 0
         for x in self.walk.inputs(self.point.activation):
             rows = x.reshape(-1, x.shape[-1]).abs()
-            total = total + rows.sum(0, dtype=torch.float64)
-            largest = rows.amax(0) if largest is None else torch.maximum(largest, rows.amax(0))
+            total += rows.sum(0, dtype=torch.float64)
+            largest = torch.maximum(largest, rows.amax(0))
             count += len(rows)
-        assert isinstance(total, Tensor) and largest is not None
         mean = (total / count).float()
         return self._channels(mean, "mean").clamp(min=_LEAST), self._channels(largest, "max").clamp(
             min=_LEAST
