@@ -218,6 +218,8 @@ def test_other_seeds_write_other_text_of_any_length():
     one, other = tiny(samples=70, length=9, seed=1), tiny(samples=70, length=9, seed=2)
     assert {len(s) for s in one.sequences} == {9} and len(one.sequences) == 70
     assert one.sequences != other.sequences
+    assert len({s[0] for s in one.sequences}) < 70, "some begin alike"
+    assert len(set(map(tuple, one.sequences))) == 70, "and go on differently"
     assert {len(s) for s in tiny(samples=2, length=2).sequences} == {2}
     assert {len(s) for s in tiny(samples=2, length=1000).sequences} == {256}  # the context
 

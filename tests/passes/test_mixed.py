@@ -64,6 +64,12 @@ def test_a_budget_is_kept_and_spent_well(seed):
         allocate(choices, budget, None)
         bits, nats = total(choices, [c.chosen for c in choices])
         assert bits <= budget * weights * (1 + 1e-9)
+        for choice in choices:  # nothing that would still save something fits
+            hull = mixed._hull(choice.costs)
+            at = [name for *_, name in hull].index(choice.chosen)
+            if at + 1 < len(hull):
+                more = (hull[at + 1][0] - hull[at][0]) * choice.unit.weights
+                assert bits + more > budget * weights
         step = max((8.2 - 3.5) * c.unit.weights for c in choices)
         best = min(n for b, n in everything(choices) if b <= max(bits, budget * weights - step))
         assert nats <= best * (1 + 1e-9) or bits > budget * weights - step

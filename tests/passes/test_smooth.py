@@ -19,7 +19,7 @@ from enginewright.recipes.errors import InputError, LoweringError
 from enginewright.recipes.recipe import load_recipe
 from tests.passes.architectures import ARCHITECTURES, save
 from tests.passes.families import family, fused, some_tokens
-from tests.passes.graphs import Build
+from tests.passes.graphs import Build, aten
 from tests.passes.test_smoothing import chosen_experts
 from tests.passes.test_walk import values_of
 
@@ -107,6 +107,8 @@ def block(arch, consumer):
         # a router and its experts; routing stays inside
         ("mixtral", "experts", "gate experts", "moe"),
         ("mixtral", "q_proj", "q_proj k_proj v_proj o_proj", "self_attn.o_proj"),
+        # the head is never part of another's block
+        ("opt", "project_out", "project_out", "decoder.project_out"),
         ("gpt2", "c_attn", "c_attn c_proj", "transformer.h.0.attn.c_proj"),
     ],
 )
@@ -119,6 +121,17 @@ def test_what_a_block_is(arch, consumer, matrices, ends):
         assert sorted(name.rpartition(".")[2] for name in outputs) == ["down_proj", "o_proj"]
     else:
         assert outputs == [ends] or (ends == "moe" and len(outputs) == 1 and "experts" in outputs[0])
+
+
+def test_the_head_stays_outside_also_where_logits_are_scaled():
+    build = Build(Stage.FUSED)
+    norm = build.call("rms_norm", build.hidden(8), build.weight("norm.weight", 8), 1e-5)
+    up = build.linear(norm, 8, "up")
+    head = build.linear(build.call("activation", up, "silu"), 13, "head")
+    program = build.finish(build.call(aten.mul.Tensor, head, 0.5))
+    point = find_points(program)[0][0]
+    assert [node.target.__name__ for node in block_of(point)] == ["linear.default", "activation.default"]
+    assert point.consumers == (up,)
 
 
 def test_two_outputs_of_one_block_in_the_last_layer(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from enginewright.passes.dialect import OPS
 from enginewright.passes.matching import argument, is_call
 from enginewright.passes.program import Execution
-from enginewright.passes.walk import Walk
+from enginewright.passes.walk import Walk, _Values
 from enginewright.passes.weights import ConstantTensor
 from tests.passes.architectures import ARCHITECTURES
 from tests.passes.families import family, some_tokens
@@ -150,6 +150,18 @@ def test_beyond_the_limit_values_wait_on_disk(arch, tmp_path, monkeypatch):
     assert walk.spilled_bytes > 0 and not list(tmp_path.iterdir())
     assert walk.peak_bytes < plain.peak_bytes
     assert all(torch.equal(tight[node], free[node]) for node in free)
+
+
+def test_what_is_used_latest_waits_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, second, third = matrices(chain(3))
+    next_use = {first: 9, second: 5, third: 7}
+    values = _Values(memory_bytes=2 * 256, batches=1)
+    for node in next_use:
+        values.put(node, 0, torch.zeros(64), 0, lambda node, place: next_use[node])
+    assert [node for node in next_use if not isinstance(values.held[node][0], torch.Tensor)] == [first]
+    assert torch.equal(values.get(first, 0), torch.zeros(64)) and values.bytes == 2 * 256
+    values.close()
 
 
 def test_files_go_when_a_visitor_fails(tmp_path, monkeypatch):
