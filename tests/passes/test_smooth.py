@@ -11,11 +11,13 @@ from enginewright.passes.dialect import OPS
 from enginewright.passes.dialect.numerics import simulate_activation
 from enginewright.passes.matching import argument, is_call
 from enginewright.passes.program import Stage
-from enginewright.passes.quant_formats import dequantise, quantise_rtn
+from enginewright.passes.quant_formats import dequantise, grouped, quantise_rtn
+from enginewright.passes.ranges import choose_grid
 from enginewright.passes.smooth import Smooth, block_of
 from enginewright.passes.smoothing import check_equal, find_points
 from enginewright.passes.weights import ConstantTensor
 from enginewright.recipes.errors import InputError, LoweringError
+from enginewright.recipes.formats import parse_weight
 from enginewright.recipes.recipe import load_recipe
 from tests.passes.architectures import ARCHITECTURES, save
 from tests.passes.families import family, fused, some_tokens
@@ -171,11 +173,13 @@ def with_weights(program, changes):
     return changed
 
 
+@pytest.mark.parametrize("search", ["minmax", "output"])
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text", "mixtral"])
-def test_awqs_scales_lower_the_error_of_every_block(arch):
-    """The consumers rounded, the block's output against the exact one: computed from the model itself."""
+def test_awqs_scales_lower_the_error_of_every_block(arch, search):
+    """The consumers rounded as the recipe rounds them (experts to nearest), the block's output against the exact one."""
     before = family(arch)
-    after, result = smoothed(before, "int4-awq", "linear.weight=int3_g32", "smooth.grid=8")
+    options = ("linear.weight=int3_g32", f"quantise.range={search}", "smooth.grid=8")
+    after, result = smoothed(before, "int4-awq", *options)
     assert result.matches > 4
     for point in find_points(before)[0]:
         if point.name in result.record["left_at_default"]:
@@ -188,11 +192,19 @@ def test_awqs_scales_lower_the_error_of_every_block(arch):
             if not name.endswith(".gate.weight"):  # the router stays in f32
                 matrices[name] = "int8" if name == "lm_head.weight" else "int3_g32"
 
-        def error(program, ends=ends, matrices=matrices):
-            rounded = {
-                name: dequantise(quantise_rtn(program.weights[name].load(), form))
-                for name, form in matrices.items()
-            }
+        experts = any(is_call(node, OPS["moe"]) for node in point.consumers)
+        x = argument(point.consumers[0], "x").name
+
+        def error(program, ends=ends, matrices=matrices, x=x, experts=experts):
+            inputs = torch.cat([values_of(program, tokens)[x].flatten(1) for tokens in SAMPLES])
+            rounded = {}
+            for name, form in matrices.items():
+                weight = program.weights[name].load()
+                rounded[name] = dequantise(quantise_rtn(weight, form))
+                if search == "output" and not experts:
+                    grid = choose_grid(weight, parse_weight(form), search, gram=inputs.T @ inputs)
+                    groups, _ = grouped(weight, grid.format)
+                    rounded[name] = grid.values(grid.codes(groups)).flatten(-2)[:, : weight.shape[1]]
             other, total = with_weights(program, rounded), 0.0
             for tokens in SAMPLES:
                 want, got = values_of(before, tokens), values_of(other, tokens)
