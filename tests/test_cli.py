@@ -24,11 +24,11 @@ from tests.passes.architectures import folder, save
 
 
 def run_optimize(*arguments: object) -> Result:
-    return CliRunner().invoke(optimize, [str(argument) for argument in arguments])
+    return CliRunner(env={"COLUMNS": None}).invoke(optimize, [str(argument) for argument in arguments])
 
 
 def run_engine(*arguments: object) -> Result:
-    return CliRunner().invoke(engine, [str(argument) for argument in arguments])
+    return CliRunner(env={"COLUMNS": None}).invoke(engine, [str(argument) for argument in arguments])
 
 
 def refused(result: Result, *words: str) -> None:
@@ -79,7 +79,7 @@ def test_optimize_inspect_generate(built: Path) -> None:
 
 
 def test_json_reports_the_build(tmp_path: Path) -> None:
-    result = CliRunner().invoke(
+    result = CliRunner(env={"COLUMNS": None}).invoke(
         optimize, [str(folder("qwen2")), "--recipe", "fp32", "-o", str(tmp_path / "e"), "--json"]
     )
     assert result.exit_code == 0, result.output
@@ -243,7 +243,9 @@ def test_a_failed_verification_publishes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_build_that_is_asked_to_end_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    code = "from enginewright.cli import optimize; optimize()"
+    # Under nohup SIGHUP is ignored, and a child would inherit that.
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    code += "from enginewright.cli import optimize; optimize()"
     command = [sys.executable, "-c", code, str(folder("gemma3_text")), "-o", str(tmp_path / "engine")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not list(tmp_path.iterdir()) and process.poll() is None:
