@@ -4,9 +4,10 @@
 2. `gptq`: gptq.py, from the Gram matrix of the inputs; the linears of one input share it. A matrix whose Gram matrix has no
    factor falls back to rounding to nearest, and is named.
 3. `range: output`: ranges.py, from the same Gram matrix.
-4. Outliers: features whose largest magnitude reaches the threshold keep their columns in bf16. Source: Dettmers et al. 2022,
-   "LLM.int8()", §3.2. There the features are found in each batch of inputs; here by calibration, once, so that a
-   token's result does not depend on the tokens beside it.
+4. Outliers: features whose largest magnitude is a multiple of the median feature's keep their columns in bf16. Source:
+   Dettmers et al. 2022, "LLM.int8()", §3.2. There a feature is one from magnitude 6 on, and found in each batch of inputs. Here
+   calibration finds them once, so that a token's result does not depend on the tokens beside it; and what counts is
+   how far a feature stands above the others, for that is what one scale a token costs them, whatever the model's magnitudes.
 5. `int8_static`: the scale is the calibration's largest magnitude / 127.
 6. Experts (`ew::moe`): each with the tokens that were routed to it, its second matrix with what its rounded first one makes
    of them. One with fewer than 32 tokens is rounded to nearest, and counted.
@@ -31,6 +32,7 @@ from enginewright.passes.calibration import Samples
 from enginewright.passes.dialect.moe import gate_and_up
 from enginewright.passes.dialect.numerics import simulate_activation
 from enginewright.passes.gptq import GptqOptions, Inverse, NotPositiveError, invert, round_gptq
+from enginewright.passes.gram import add, mirrored
 from enginewright.passes.matching import argument
 from enginewright.passes.program import Program, executed
 from enginewright.passes.quant_formats import (
@@ -77,9 +79,9 @@ class Inputs:
             largest = top if largest is None else torch.maximum(largest, top)
             tokens += len(rows)
             if with_gram:
-                gram = rows.T @ rows if gram is None else gram.addmm_(rows.T, rows)
+                gram = add(gram, rows)
         assert largest is not None
-        return cls(gram, largest, tokens)
+        return cls(None if gram is None else mirrored(gram), largest, tokens)
 
     def without(self, columns: Tensor) -> Inputs:
         """The inputs with some features set to zero."""
@@ -126,6 +128,7 @@ class CalibratedRounding:
             self.program,
             self.samples.sequences,
             memory_bytes=int(self.recipe.calibration.memory * 2**30),
+            quick=True,
             report=self.report,
         )
         walk.run({node: self._visit(walk, matrix) for node, matrix in targets.items()}, own_inputs=True)
@@ -245,7 +248,8 @@ class CalibratedRounding:
             return None
         most = int(len(inputs.largest) * self.recipe.outliers.most)
         found = torch.argsort(inputs.largest, descending=True, stable=True)[:most]
-        found = found[inputs.largest[found] >= threshold]
+        least = threshold * float(inputs.largest.median())
+        found = found[(inputs.largest[found] >= least) & (inputs.largest[found] > 0)]
         return found.sort().values.to(torch.int32) if len(found) else None
 
     def _apart_nodes(self, x: fx.Node, columns: Tensor, weight_node: fx.Node, kept: Weight) -> Any:

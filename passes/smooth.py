@@ -31,6 +31,7 @@ from enginewright.passes.calibration import Samples, needed
 from enginewright.passes.dialect import OPS
 from enginewright.passes.dialect.numerics import simulate_activation
 from enginewright.passes.gptq import GptqOptions, NotPositiveError, invert, round_gptq
+from enginewright.passes.gram import gram_of
 from enginewright.passes.manager import PassResult
 from enginewright.passes.matching import argument, is_call
 from enginewright.passes.program import Program, executed
@@ -241,9 +242,8 @@ class _Search:
         """XᵀX of all batches but the one that errors are measured on (of that one, where it is alone), and the tokens."""
         batches = list(self.walk.inputs(self.point.activation))
         rows = [x.reshape(-1, x.shape[-1]) for x in batches[1:] or batches]
-        gram = rows[0].T @ rows[0]
-        for more in rows[1:]:
-            gram.addmm_(more.T, more)
+        gram = gram_of(rows)
+        assert gram is not None
         return gram, sum(map(len, rows))
 
     def _candidates(self) -> Iterator[Tensor]:

@@ -12,9 +12,11 @@ needed latest wait on disk.
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ import torch
 from torch import Tensor, fx
 
 from enginewright.passes.dialect import OPS
-from enginewright.passes.dialect.numerics import dequantise
+from enginewright.passes.dialect.numerics import dequantise, simulate_activation
 from enginewright.passes.matching import argument, is_call
+from enginewright.passes.products import bfloat16_factors
 from enginewright.passes.program import Program, executed
 
 __all__ = ["Visit", "Walk"]
@@ -34,6 +37,7 @@ Visit = Callable[[fx.Node], "fx.Node | None"]
 Report = Callable[[str], None]
 
 BATCH_TOKENS = 4096
+TRIM_BYTES = 128 << 20  # of values dropped, after which freed memory goes back to the system
 _NEVER = 1 << 60
 
 
@@ -41,7 +45,8 @@ class Walk:
     """One walk of a Program (any stage from NORMALISED to QUANTISED) over token sequences.
 
     memory_bytes bounds the values held; batch_tokens, those computed at once (a longer sample is a batch of its own). keep:
-    pairs of a node and a later one until which its value stays. report(text) is told the place and the time left.
+    pairs of a node and a later one until which its value stays. quick: products have bfloat16 factors (products.py).
+    report(text) is told the place and the time left.
     """
 
     def __init__(
@@ -52,10 +57,12 @@ class Walk:
         memory_bytes: int = 2 << 30,
         batch_tokens: int = BATCH_TOKENS,
         keep: Iterable[tuple[fx.Node, fx.Node]] = (),
+        quick: bool = False,
         report: Report = lambda text: None,
     ) -> None:
         self.program = program
         self.report = report
+        self._quick = quick
         self.batches = _batches(sequences, batch_tokens)
         self._place = {node: place for place, node in enumerate(program.graph.nodes)}
         self._uses: dict[fx.Node, list[int]] = {
@@ -139,6 +146,7 @@ class Walk:
             {source: node for node in nodes for source in node.all_input_nodes} if wanted is not None else {}
         )
         kept = set(wanted or ())
+        rounded = _RoundedInput()
 
         def value_of(node: fx.Node) -> Any:
             if node in seen:
@@ -150,7 +158,7 @@ class Walk:
             if node not in given:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
                 if dense and node in dense:
-                    args = (args[0], dense[node], None, None, args[4], "f32", *args[6:])
+                    args = rounded.of(node, (args[0], dense[node], None, None, args[4], "f32", *args[6:]))
                 values[node] = self._call(node, batch, args, kwargs)
             for source in node.all_input_nodes:
                 if last.get(source) is node and source not in kept:
@@ -205,7 +213,8 @@ class Walk:
         }
         spent = {n for n in spent if self._next_use(n, before) == _NEVER}
         for batch in range(len(self.batches)):
-            found = self.evaluate_with(nodes, batch, weights, wanted, dense=dense)
+            with bfloat16_factors() if self._quick else nullcontext():
+                found = self.evaluate_with(nodes, batch, weights, wanted, dense=dense)
             for node in spent:
                 self._values.drop(node, batch)
             for node in wanted:
@@ -227,6 +236,24 @@ class Walk:
             return _fast_attention(q, k, v, lengths[0], scale, window)
         parts = zip(*(part.split(lengths) for part in (q, k, v)), strict=True)
         return torch.cat([node.target(*part, *rest, **named) for part in parts])  # type: ignore[operator]
+
+
+class _RoundedInput:
+    """The last input that was rounded, for the linears of one input that follow one another."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._value: Tensor | None = None
+
+    def of(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a quantised linear with its input rounded already; as they are where columns stay apart."""
+        if argument(node, "outlier_columns") is not None:
+            return args
+        names = ("x", "activation_format", "activation_scale")
+        key = tuple(argument(node, name) for name in names)
+        if key != self._key:
+            self._key, self._value = key, simulate_activation(args[0], *key[1:])
+        return (self._value, *args[1:6], "f32")
 
 
 def _dequantised(node: fx.Node, weights: Mapping[fx.Node, Any]) -> Tensor:
@@ -300,6 +327,7 @@ class _Values:
         self.bytes = 0
         self.peak_bytes = 0
         self.spilled_bytes = 0
+        self._freed = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def put(
@@ -323,6 +351,7 @@ class _Values:
             value.unlink()
         elif value is not None:
             self.bytes -= _size(value)
+            self._freed += _size(value)
 
     def release(self, place: int, next_use: Callable[[fx.Node, int], int]) -> None:
         """Drop what no later node uses."""
@@ -330,6 +359,9 @@ class _Values:
             for batch in range(self.count):
                 self.drop(node, batch)
             del self.held[node]
+        if self._freed > TRIM_BYTES:
+            self._freed = 0
+            return_freed_memory()
 
     def _spill(self, place: int, next_use: Callable[[fx.Node, int], int]) -> None:
         """Write values to disk, the one used latest first, until the limit is kept; the newest batch stays."""
@@ -351,8 +383,19 @@ class _Values:
     def close(self) -> None:
         self.held.clear()
         self.bytes = 0
+        return_freed_memory()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def return_freed_memory() -> None:
+    """Have the C library give the system what was freed; without it glibc keeps whatever lies between values still held.
+
+    Over a whole walk that comes to more than the values themselves. Does nothing where the library has no such call.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _size(value: Any) -> int:

@@ -110,8 +110,8 @@ class Quantise:
 
 @dataclass(frozen=True)
 class Outliers:
-    """LLM.int8(): input features whose calibrated magnitude reaches `threshold` stay in bf16, at most the share `most` of
-    a matrix's features (the largest first). threshold null: none."""
+    """LLM.int8(): input features whose calibrated magnitude reaches `threshold` times the median feature's stay in bf16, at
+    most the share `most` of a matrix's features (the largest first). threshold null: none."""
 
     threshold: float | None = field(default=None, metadata=by(values.number(0, math.inf, optional=True)))
     most: float = field(default=0.0625, metadata=by(values.number(0, 0.5)))

@@ -15,6 +15,33 @@ from torch import Tensor
 from .registry import define
 
 
+def scores(
+    q: Tensor,
+    k: Tensor,
+    alibi: Tensor | None,
+    first_position: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Scores [H, T, S] f32 of queries at positions first_position, first_position + 1, … against keys 0 … S-1 of their sequence.
+
+    q [T, H, Dk], k [S, Hk, Dk]. Keys outside a row's view score minus infinity, whatever they hold.
+    """
+    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    found = torch.einsum("thd,shd->hts", q.float(), keys) * scale
+    if softcap:
+        found = softcap * torch.tanh(found / softcap)
+    query_position = torch.arange(q.shape[0], device=q.device)[:, None] + first_position
+    distance = torch.arange(k.shape[0], device=q.device)[None, :] - query_position
+    if alibi is not None:
+        found = found + alibi.float()[:, None, None] * distance
+    hidden = distance > 0
+    if window:
+        hidden = hidden | (distance <= -window)
+    return found.masked_fill(hidden, float("-inf"))
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -26,29 +53,14 @@ def attend(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """Attention of query rows at positions first_position, first_position + 1, … over keys 0 … S-1 of their sequence.
-
-    q [T, H, Dk], k [S, Hk, Dk], v [S, Hk, Dv]  ->  [T, H, Dv] f32. Keys outside a row's view are never read from.
-    """
-    queries_per_key = q.shape[1] // k.shape[1]
-    keys = k.float().repeat_interleave(queries_per_key, dim=1)
-    values = v.float().repeat_interleave(queries_per_key, dim=1)
-    scores = torch.einsum("thd,shd->hts", q.float(), keys) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    query_position = torch.arange(q.shape[0], device=q.device)[:, None] + first_position
-    distance = torch.arange(k.shape[0], device=q.device)[None, :] - query_position
-    if alibi is not None:
-        scores = scores + alibi.float()[:, None, None] * distance
-    hidden = distance > 0
-    if window:
-        hidden = hidden | (distance <= -window)
-    scores = scores.masked_fill(hidden, float("-inf"))
+    """Attention of query rows over the keys and values [S, Hk, …] of their sequence (see `scores`)  ->  [T, H, Dv] f32."""
+    logits = scores(q, k, alibi, first_position, scale, window, softcap)
+    values = v.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     if sinks is None:
-        weights = torch.softmax(scores, dim=-1)
+        weights = torch.softmax(logits, dim=-1)
     else:
         column = sinks.float()[:, None, None].expand(-1, q.shape[0], 1)
-        weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
+        weights = torch.softmax(torch.cat((logits, column), dim=-1), dim=-1)[..., :-1]
     return torch.einsum("hts,shd->thd", weights, values).contiguous()
 
 

@@ -50,7 +50,10 @@ def simulate_activation(x: Tensor, activation_format: str, activation_scale: flo
         if activation_format != "int8":
             raise ValueError(f"unknown activation format {activation_format!r}")
         group = k
-    padded = torch.nn.functional.pad(x.float(), (0, -k % group)).unflatten(-1, (-1, group))
-    scale = padded.abs().amax(dim=-1, keepdim=True) / 127
-    codes = torch.round(padded / torch.where(scale > 0, scale, 1.0)).clamp_(-127, 127)
+    values = x.float()
+    if k % group:
+        values = torch.nn.functional.pad(values, (0, -k % group))
+    values = values.unflatten(-1, (-1, group))
+    scale = values.abs().amax(dim=-1, keepdim=True) / 127
+    codes = (values / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-127, 127)
     return codes.mul_(scale).flatten(-2)[..., :k]

@@ -15,16 +15,21 @@ is seen in the step that writes them:
     f32, bf16   the values, rounded to nearest even
     int8        scale · code, one f32 scale a token and kv head: scale = max|x| / 127 over the head's features,
                 code = round to nearest even of x · (127 / max|x|); a vector whose max|x| is below 2^-100 is zero
+
+The products are of what is stored. With bf16 and int8 the other factor is bf16 too: queries are rounded, and softmax weights
+exp(score - the largest score in its span of 512 positions), times the value's scale with int8. They are divided by the sum
+of the weights as rounded (bf16) or as they were, without scales (int8).
 Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
 """
 
 import torch
 from torch import Tensor
 
-from .attention import attend
+from .attention import attend, scores
 from .registry import define
 
 KV_FORMATS = ("f32", "bf16", "int8")
+SPAN = 512  # positions; spans begin at its multiples
 
 
 def round_kv(x: Tensor, kv_format: str) -> Tensor:
@@ -40,6 +45,34 @@ def round_kv(x: Tensor, kv_format: str) -> Tensor:
     if kv_format == "f32":
         return x
     raise ValueError(f"unknown cache format '{kv_format}'; known: {', '.join(KV_FORMATS)}")
+
+
+def _weigh(logits: Tensor, v: Tensor, sinks: Tensor | None, span_of: Tensor, kv_format: str) -> Tensor:
+    """Values v [S, Hk, Dv] weighed by the softmax of logits [H, T, S] in bf16 products  ->  [T, H, Dv] f32; span_of [S]."""
+    values = v.repeat_interleave(logits.shape[0] // v.shape[1], dim=1)
+    largest = logits.amax(-1, keepdim=True)
+    if sinks is not None:
+        largest = torch.maximum(largest, sinks.float()[:, None, None])
+    total = torch.zeros_like(largest) if sinks is None else torch.exp(sinks.float()[:, None, None] - largest)
+    out = torch.zeros(*logits.shape[:2], v.shape[2])
+    for span in span_of.unique():
+        part, held = logits[..., span_of == span], values[span_of == span].transpose(0, 1)
+        top = part.amax(-1, keepdim=True).clamp(
+            min=torch.finfo(torch.float32).min
+        )  # a query may see none of the span
+        weights = torch.exp(part - top)
+        join = torch.exp(top - largest)
+        if kv_format == "int8":
+            total = total + join * weights.sum(-1, keepdim=True)
+            value_scale = held.abs().amax(-1)[:, None, :] / 127
+            rounded = (weights * value_scale).bfloat16().float()
+            codes = held / torch.where(value_scale > 0, value_scale, 1.0).transpose(1, 2)
+            out = out + join * (rounded @ codes.round())
+        else:
+            rounded = weights.bfloat16().float()
+            total = total + join * rounded.sum(-1, keepdim=True)
+            out = out + join * (rounded @ held)
+    return (out / total).transpose(0, 1).contiguous()
 
 
 def reference(
@@ -75,7 +108,12 @@ def reference(
         oldest = max(0, first - window + 1) if window else 0
         seen = torch.arange(oldest, context, device=q.device)
         keys, values = (pool[pages[seen // page_size], seen % page_size] for pool in (key_pool, value_pool))
-        rows = attend(q[start:end], keys, values, sinks, alibi, first - oldest, scale, window, softcap)
+        query = q[start:end]
+        if kv_format == "f32":
+            rows = attend(query, keys, values, sinks, alibi, first - oldest, scale, window, softcap)
+        else:
+            logits = scores(query.bfloat16(), keys, alibi, first - oldest, scale, window, softcap)
+            rows = _weigh(logits, values, sinks, seen // SPAN, kv_format)
         out[start:end] = rows.to(q.dtype)
     return out
 

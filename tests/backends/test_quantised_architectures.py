@@ -34,7 +34,7 @@ RECIPES = {
     "int4-gptq": ("int4-gptq", "kv_cache.format=f32"),
     "int4-awq": ("int4-awq", "kv_cache.format=f32", "smooth.grid=4"),
     "int8-smoothquant": ("int8-smoothquant", "kv_cache.format=f32", "smooth.grid=4"),
-    "llm-int8": ("llm-int8", "kv_cache.format=f32", "outliers.threshold=2"),
+    "llm-int8": ("llm-int8", "kv_cache.format=f32", "outliers.threshold=1.5"),
     "int3-gptq": ("int3-gptq", "kv_cache.format=f32"),
     "int8-static": ("int8", "kv_cache.format=f32", "linear.activation=int8_static"),
     "fp8": ("bf16", "kv_cache.format=f32", "linear.weight=fp8"),
@@ -77,7 +77,7 @@ def compared(arch: str, name: str) -> tuple[Floats, Floats, Floats]:
     return error.max(1), error.ravel(), np.abs(want - exact).ravel()
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "int4-kv8"])
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("arch", ARCHES)
 def test_the_engine_gives_the_quantised_programs_logits(arch: str, name: str) -> None:
     """Within 1e-3 of the largest logit but for tokens at or after a tie: those stay far below what quantising costs."""
@@ -86,15 +86,7 @@ def test_the_engine_gives_the_quantised_programs_logits(arch: str, name: str) ->
     assert error.max() <= 3e-2
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "int4-kv8"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_most_tokens_meet_no_tie(name: str) -> None:
     rows = np.concatenate([compared(arch, name)[0] for arch in ARCHES])
     assert (rows <= 1e-5).mean() >= 0.6
-
-
-@pytest.mark.parametrize("arch", ARCHES)
-def test_an_int8_cache_over_rounded_activations(arch: str) -> None:
-    """The cpu's attention has queries and softmax weights in bf16 here, which tips activations everywhere."""
-    _, error, lost = compared(arch, "int4-kv8")
-    assert np.median(error) <= 0.15 * np.median(lost)
-    assert np.quantile(error, 0.9) <= 3e-2

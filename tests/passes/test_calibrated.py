@@ -329,11 +329,12 @@ def test_weights_that_are_not_finite_are_named():
 
 
 def outlier_model(width=64):
-    """Two linears that read one input with a few large features, and one that reads another."""
+    """Two linears that read one input with a few large features, the others at most 2, and one that reads another."""
     build = Build()
     table = torch.randn(13, width, generator=build.generator)
+    table *= 2 / table.abs().amax(0)
     for column, size in ((3, 40.0), (17, 9.0), (40, 25.0), (41, 8.0), (63, 7.0)):
-        table[:, column] *= size / table[:, column].abs().max()
+        table[:, column] *= size / 2
     x = build.call("embedding", build.tokens, build.weight("embed.weight", value=table))
     parts = [build.linear(x, 24, name, bias=True) for name in ("gate_proj", "up_proj")]
     product = build.call(torch.ops.aten.mul.Tensor, build.call("activation", parts[0], "silu"), parts[1])
@@ -355,9 +356,9 @@ ALL = [list(range(13))]  # every row of the table: the largest magnitudes are th
     [
         ([], [3, 17, 40, 41]),  # of 64 features one in sixteen may stay apart: the four largest
         (["outliers.most=0.5"], [3, 17, 40, 41, 63]),
-        (["outliers.threshold=8.5"], [3, 17, 40]),
-        (["outliers.threshold=30", "outliers.most=0.5"], [3]),
-        (["outliers.threshold=50"], []),
+        (["outliers.threshold=4.25"], [3, 17, 40]),
+        (["outliers.threshold=15", "outliers.most=0.5"], [3]),
+        (["outliers.threshold=25"], []),
         (["outliers.most=0.02"], [3]),
         (["outliers.most=0.01"], []),
     ],
@@ -439,13 +440,15 @@ def test_what_is_left_of_a_matrix_is_rounded_as_the_recipe_says(method, search):
     if method == "gptq" or search == "output":
         x = inputs_of(program, calls(program, "linear")[0], ALL).index_fill(1, columns, 0.0)
         got, nearest = ((x @ (dequantise(s) - weight).T).norm() for s in (stored, plain))
-        assert got < nearest
+        assert (
+            got < nearest if method == "gptq" else got <= nearest * (1 + 1e-6)
+        )  # a range may be best as it is
     else:
         assert torch.equal(stored.codes, quantise_rtn(weight, "int8", search).codes)
 
 
 def test_siblings_with_outliers_are_still_joined():
-    made, _ = rounded(family("llama"), "llm-int8", "outliers.threshold=2", samples=SAMPLES)
+    made, _ = rounded(family("llama"), "llm-int8", "outliers.threshold=1.2", samples=SAMPLES)
     before, tokens = made.clone(), some_tokens()
     assert all(argument(node, "outlier_columns") is not None for node in calls(made, "quantised_linear")[:3])
     assert FuseSiblings().run(made).matches == 4  # q, k, v and gate, up of two layers
