@@ -15,9 +15,9 @@ import numpy as np
 from enginewright.backends.base import Executor, StepInput
 from enginewright.recipes.errors import EnginewrightError, RequestError
 
+from .drawing import Drawer, StepDraws, logit_rows
 from .pages import GroupSpec, PagePool
 from .request import Request, Status, check_token_ids
-from .sampler import Drawn, draw
 from .scheduler import Scheduler
 
 __all__ = ["EngineLoop", "LoopLimits", "StepReport"]
@@ -75,6 +75,7 @@ class EngineLoop:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pool = PagePool(groups, pages_per_group, limits.max_sequences, limits.max_context)
         self.scheduler = Scheduler(self.pool, limits.token_budget, limits.chunk_size, limits.row_budget)
+        self._drawer = Drawer(executor.vocab_size, eos_token_ids)
         self._input = _InputBuffers(limits)
         executor.create_pool(list(pages_per_group))
 
@@ -83,11 +84,14 @@ class EngineLoop:
     def submit(self, request: Request) -> None:
         """Queue `request`, or raise RequestError saying why it can never be served."""
         request.tokens = check_token_ids("prompt", request.tokens, self.executor.vocab_size)
-        check_token_ids("stop_token_ids", request.options.stop_token_ids, self.executor.vocab_size)
+        options = request.options
+        check_token_ids("stop_token_ids", options.stop_token_ids, self.executor.vocab_size)
+        check_token_ids("logit_bias", [token for token, _ in options.bias_pairs], self.executor.vocab_size)
         length, most = request.prompt_length, self.limits.max_context
         if not length:
             raise RequestError("the prompt is empty", expected="at least one token")
-        room = most if request.keep_logits else most - 1
+        wanted = options.max_tokens
+        room = most if request.keep_logits or (request.scores_prompt and wanted == 0) else most - 1
         if length > room:
             raise RequestError(
                 "the prompt is too long",
@@ -95,11 +99,12 @@ class EngineLoop:
                 expected=f"at most {room}: the context of {most} holds the prompt and the new tokens",
                 action="shorten the prompt, or build the engine with a larger max_context",
             )
-        wanted = request.options.max_tokens
         request.limit = most if wanted is None else min(most, length + wanted)
         if request.keep_logits:
             request.limit = length
-        elif request.limit == length:  # max_tokens=0
+        elif (
+            request.limit == length and request.first_row >= length - 1
+        ):  # max_tokens=0, and nothing to score
             self._finish(request, FINISH_LENGTH)
             return
         self.scheduler.add(request)
@@ -144,47 +149,43 @@ class EngineLoop:
                 self._fail(item[0], error, changed)
 
     def _run(self, work: list[tuple[Request, int]], changed: list[Request]) -> None:
-        rows, row_counts = _logit_rows(work)
+        rows, row_counts = logit_rows(work)
         step = self._input.fill(work, rows, self.pool.rows([request.slot for request, _ in work]))
         logits = self.executor.step(step)
-        drawing, drawn = _draw(work, row_counts, logits)
+        draws = self._drawer.draw(work, row_counts, logits)
         # Nothing below can fail: the step is committed whole.
-        self._commit_cache(work, row_counts, logits, changed)
-        self._commit_tokens(drawing, drawn, changed)
+        self._commit(work, draws, changed)
 
-    def _commit_cache(
-        self,
-        work: list[tuple[Request, int]],
-        row_counts: list[int],
-        logits: np.ndarray,
-        changed: list[Request],
-    ) -> None:
-        row = 0
-        for (request, count), rows in zip(work, row_counts, strict=True):
+    def _commit(self, work: list[tuple[Request, int]], draws: StepDraws, changed: list[Request]) -> None:
+        for request, count in work:
             self.pool.commit(request.slot, count)
             request.computed += count
-            if request.keep_logits:
-                request.logit_rows.append(logits[row : row + rows].copy())
-                changed.append(request)
-                if request.computed == request.prompt_length:
-                    self._finish(request, FINISH_LENGTH)
-            row += rows
-
-    def _commit_tokens(self, drawing: list[Request], drawn: list[Drawn], changed: list[Request]) -> None:
-        for request, (token, logprob) in zip(drawing, drawn, strict=True):
+        for request, rows in draws.kept:
+            request.logit_rows.append(rows)
             changed.append(request)
-            if token < 0:
-                request.error = RequestError(
-                    "the model's logits cannot be sampled from",
-                    found=f"NaN or infinity at position {len(request.tokens) - 1}",
-                    action="if it happens for ordinary prompts, verify the engine or build it with more bits",
-                )
+            if request.computed == request.prompt_length:
+                self._finish(request, FINISH_LENGTH)
+        for request, scores in draws.scored:
+            request.prompt_logprobs += scores
+            if not request.draws and len(request.prompt_logprobs) == request.prompt_length:
+                changed.append(request)
+                self._finish(request, FINISH_LENGTH)
+        for request, drawn in draws.drawn:
+            changed.append(request)
+            if drawn.error is not None:
+                request.error = drawn.error
                 self._finish(request, FINISH_ERROR)
                 continue
+            token, options = drawn.token, request.options
             request.tokens.append(token)
-            request.logprobs.append(logprob)
-            options = request.options
-            if (token in self.eos_token_ids and not options.ignore_eos) or token in options.stop_token_ids:
+            request.logprobs.append(drawn.logprob)
+            if drawn.top is not None:
+                request.top_logprobs.append(drawn.top)
+            if (
+                drawn.complete
+                or (token in self.eos_token_ids and not options.ignore_eos)
+                or token in options.stop_token_ids
+            ):
                 self._finish(request, FINISH_STOP)
             elif len(request.tokens) >= request.limit:
                 self._finish(request, FINISH_LENGTH)
@@ -206,47 +207,6 @@ class EngineLoop:
         if request.number >= 0:  # it was queued
             self.scheduler.remove(request)
         request.status = Status.FINISHED
-
-
-def _logit_rows(work: list[tuple[Request, int]]) -> tuple[list[int], list[int]]:
-    """Return the step's rows whose logits are wanted, and how many of them belong to each request."""
-    rows: list[int] = []
-    row_counts: list[int] = []
-    end = 0
-    for request, count in work:
-        start, end = end, end + count
-        if request.keep_logits:
-            rows.extend(range(start, end))
-            row_counts.append(count)
-        elif request.computed + count == len(request.tokens):
-            rows.append(end - 1)
-            row_counts.append(1)
-        else:
-            row_counts.append(0)
-    return rows, row_counts
-
-
-def _draw(
-    work: list[tuple[Request, int]], row_counts: list[int], logits: np.ndarray
-) -> tuple[list[Request], list[Drawn]]:
-    """Draw the next token of every request that the step brought to its end."""
-    drawing: list[Request] = []
-    at: list[int] = []
-    row = 0
-    for (request, _), rows in zip(work, row_counts, strict=True):
-        if rows and not request.keep_logits:
-            drawing.append(request)
-            at.append(row)
-        row += rows
-    if not drawing:
-        return [], []
-    drawn = draw(
-        logits if len(at) == len(logits) else logits[at],
-        [request.options.temperature for request in drawing],
-        [request.options.seed for request in drawing],
-        [len(request.tokens) for request in drawing],
-    )
-    return drawing, drawn
 
 
 class _InputBuffers:

@@ -9,15 +9,37 @@ from __future__ import annotations
 import enum
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, SupportsIndex, cast
 
 from enginewright.recipes.errors import RequestError
 
-__all__ = ["Completion", "Request", "SamplingOptions", "Status", "check_token_ids"]
+from .constraints import Constraint
+
+__all__ = ["Completion", "Request", "SamplingOptions", "Status", "check_token_ids", "derived_seed"]
 
 MAX_SEED = 2**64 - 1
+MOST_LOGPROBS = 20
+
+TopLogprobs = list[tuple[int, float]]  # (token id, log-probability), best first, lowest id on ties
+
+
+def derived_seed(seed: int, choice: int) -> int:
+    """Return the seed of one of several answers to a prompt: `seed` itself for choice 0, a hash of both for others.
+
+    So choice i of a request is what a request of its own with this seed gives. (Two rounds of SplitMix64's finaliser;
+    its noise in `sampler.py` starts from other constants.)
+    """
+    if choice == 0:
+        return seed
+    return _mix((_mix(seed ^ 0xD1B54A32D192ED03) + choice * 0x9E3779B97F4A7C15) & MAX_SEED)
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MAX_SEED
+    return z ^ (z >> 31)
 
 
 def _integer(name: str, value: Any, low: int, high: int | None, action: str | None = None) -> int:
@@ -28,6 +50,19 @@ def _integer(name: str, value: Any, low: int, high: int | None, action: str | No
         number = low - 1
     if isinstance(value, bool) or number < low or (high is not None and number > high):
         raise RequestError(f"{name} cannot be used", found=repr(value), expected=expected, action=action)
+    return number
+
+
+def _number(
+    name: str, value: Any, low: float, high: float, expected: str, *, above_low: bool = False
+) -> float:
+    """Return `value` as a float in [low, high], or in (low, high] with `above_low`."""
+    try:
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not (math.isfinite(number) and low <= number <= high) or (above_low and number == low):
+        raise RequestError(f"{name} cannot be used", found=repr(value)[:80], expected=expected)
     return number
 
 
@@ -48,10 +83,20 @@ class SamplingOptions:
 
     - `max_tokens`: at most so many new tokens; None leaves only the context limit.
     - `temperature`: 0 is greedy (lowest id on ties); values up to 1e-5 mean the same.
-    - `seed`: 0 … 2**64 - 1. The token at a position depends on (seed, position, logits) and nothing else.
+    - `seed`: 0 … 2**64 - 1. A token depends on its seed, its position, the logits and the request's own earlier tokens.
     - `ignore_eos`: go on past the end-of-sequence tokens.
     - `stop`: strings that end the text; it is cut before the earliest (`include_stop` keeps it).
     - `stop_token_ids`: further ids that end the request, as an end-of-sequence token does; `ignore_eos` spares them not.
+    - `top_k` (0: off), `top_p`, `min_p`, `typical_p`: which tokens may be drawn (`sampler.py` defines each). One always may.
+    - `frequency_penalty`, `presence_penalty`: taken from the logit of a token for each time, and for having been, generated.
+    - `repetition_penalty`: divides positive and multiplies negative logits of tokens in the prompt or generated.
+    - `logit_bias`: added to the logits of these ids: a mapping, kept as pairs in order of id.
+    - `min_tokens`: no end-of-sequence token and no stop id before so many were generated.
+    - `logprobs`: N keeps the N best log-probabilities of every generated position; None keeps the drawn token's alone.
+    - `prompt_logprobs`: N keeps the log-probability of every prompt token but the first, and the N best beside it.
+    - `constraint`: what the text must be (`constraints.py`).
+
+    Log-probabilities are the model's own at temperature 1, before penalties, bias and constraints.
     """
 
     max_tokens: int | None = None
@@ -61,12 +106,39 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
+        set_ = object.__setattr__
         if self.max_tokens is not None:
-            object.__setattr__(self, "max_tokens", _integer("max_tokens", self.max_tokens, 0, None))
-        object.__setattr__(self, "seed", _integer("seed", self.seed, 0, MAX_SEED))
-        object.__setattr__(self, "temperature", self._temperature())
+            set_(self, "max_tokens", _integer("max_tokens", self.max_tokens, 0, None))
+        set_(self, "seed", _integer("seed", self.seed, 0, MAX_SEED))
+        set_(self, "top_k", _integer("top_k", self.top_k, 0, None))
+        set_(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, self.max_tokens))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                set_(self, name, _integer(name, getattr(self, name), 0, MOST_LOGPROBS))
+        for name, (low, high, expected) in _RANGES.items():
+            above_low = name == "repetition_penalty"
+            set_(self, name, _number(name, getattr(self, name), low, high, expected, above_low=above_low))
+        set_(self, "logit_bias", _check_bias(self.logit_bias))
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise RequestError(
+                "constraint must be a Constraint",
+                found=repr(self.constraint)[:80],
+                action="see constraints.py",
+            )
         for name in ("ignore_eos", "include_stop"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false", found=repr(getattr(self, name)))
@@ -82,17 +154,42 @@ class SamplingOptions:
             self, "stop_token_ids", tuple(check_token_ids("stop_token_ids", self.stop_token_ids))
         )
 
-    def _temperature(self) -> float:
-        value = self.temperature
-        try:
-            number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not (0.0 <= number < math.inf):
-            raise RequestError(
-                "temperature cannot be used", found=repr(value), expected="a finite number of at least 0"
-            )
-        return number
+    @property
+    def bias_pairs(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias`, in the form it is kept in."""
+        return cast("tuple[tuple[int, float], ...]", self.logit_bias)
+
+
+_SHARE = (0.0, 1.0, "a number from 0 to 1")
+_PENALTY = (-2.0, 2.0, "a number from -2 to 2")
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, math.inf, "a finite number of at least 0"),
+    "top_p": _SHARE,
+    "min_p": _SHARE,
+    "typical_p": _SHARE,
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "repetition_penalty": (0.0, math.inf, "a finite number above 0"),
+}
+
+
+def _check_bias(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Return the pairs of `bias` in order of id."""
+    expected = "a mapping of token ids to numbers from -100 to 100"
+    try:
+        pairs = [
+            (token, value) for token, value in (bias.items() if isinstance(bias, Mapping) else tuple(bias))
+        ]
+    except (TypeError, ValueError):
+        raise RequestError("logit_bias cannot be used", found=repr(bias)[:80], expected=expected) from None
+    ids = check_token_ids("logit_bias", [token for token, _ in pairs])
+    if len(set(ids)) < len(ids):
+        raise RequestError("logit_bias names a token twice", found=repr(bias)[:80], expected=expected)
+    values = [
+        _number(f"logit_bias[{token}]", value, -100.0, 100.0, "a number from -100 to 100")
+        for token, value in pairs
+    ]
+    return tuple(sorted(zip(ids, values, strict=True)))
 
 
 class Status(enum.Enum):
@@ -116,21 +213,60 @@ class Request:
     options: SamplingOptions = field(default_factory=SamplingOptions)
     keep_logits: bool = False
     chunk_size: int | None = None  # overrides the loop's own for this request
+    priority: int = 0  # lower is served sooner
+    grammar: Any = None  # options.constraint compiled (`constraints.Grammar`); choices of one prompt share it
 
     prompt_length: int = field(init=False)
+    scores_prompt: bool = field(init=False)  # logits of prompt positions are wanted, at least at first
     limit: int = field(init=False, default=0)  # len(tokens) never exceeds it; set at admission
     number: int = field(init=False, default=-1)  # order of arrival
     computed: int = field(init=False, default=0)
+    cached_tokens: int = field(init=False, default=0)  # prompt tokens that came from the prefix cache
     slot: int = field(init=False, default=-1)  # row of the page tables while running
     status: Status = field(init=False, default=Status.WAITING)
     preemptions: int = field(init=False, default=0)
-    logprobs: list[float] = field(init=False, default_factory=list)
+    logprobs: list[float] = field(init=False, default_factory=list)  # of each generated token
+    top_logprobs: list[TopLogprobs] = field(
+        init=False, default_factory=list
+    )  # where options.logprobs is given
+    # Where options.prompt_logprobs is given: one entry a prompt token scored so far; None for the first.
+    prompt_logprobs: list[tuple[float, TopLogprobs] | None] = field(init=False, default_factory=list)
     logit_rows: list[Any] = field(init=False, default_factory=list)  # float32 [n, vocab] each, in order
+    drawing: Any = field(
+        init=False, default=None
+    )  # what `drawing.py` remembers of the tokens; can be made again
     finish_reason: str | None = field(init=False, default=None)
     error: RequestError | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+        self.scores_prompt = self.keep_logits or self.options.prompt_logprobs is not None
+        if self.options.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)
+
+    @property
+    def first_row(self) -> int:
+        """The first position whose logits are still wanted: tokens before it may come from a cache."""
+        if self.keep_logits:
+            return sum(len(rows) for rows in self.logit_rows)
+        if self.scores_prompt and len(self.prompt_logprobs) < self.prompt_length:
+            return len(self.prompt_logprobs) - 1
+        return len(self.tokens) - 1
+
+    @property
+    def draws(self) -> bool:
+        """Whether a token is drawn from the logits of the last one (else only the prompt is scored)."""
+        return not self.keep_logits and self.limit > self.prompt_length
+
+    def wanted_rows(self, count: int) -> range:
+        """Return the positions whose logits are wanted from a step that computes the next `count` tokens."""
+        stop = self.computed + count
+        if not self.scores_prompt:
+            length = len(self.tokens)
+            return range(length - 1, length) if stop == length else range(0)
+        if not self.keep_logits and not self.draws:
+            stop = min(stop, self.prompt_length - 1)
+        return range(max(self.computed, self.first_row), stop)
 
     @property
     def output(self) -> list[int]:
@@ -149,7 +285,9 @@ class Completion:
 
     `finish_reason` is "stop" (an end-of-sequence token, a stop id or a stop string), "length" (max_tokens, the context
     limit, or a page pool with nothing left to give), "abort" or "error". `token_ids` includes the token that ended it.
-    `logprobs[i]` is the natural logarithm of the probability that the model (at temperature 1) gave `token_ids[i]`.
+    `logprobs[i]` is the natural logarithm of the probability that the model (at temperature 1) gave `token_ids[i]`,
+    `top_logprobs[i]` the best (id, log-probability) there, where they were asked for. `prompt_logprobs[i]` is the same of
+    prompt token i: (log-probability, best), None for the first. `choice` counts the answers to one prompt.
     """
 
     prompt: str | None
@@ -159,6 +297,10 @@ class Completion:
     text: str
     finish_reason: str
     error: RequestError | None = None
+    choice: int = 0
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[tuple[float, TopLogprobs] | None] = field(default_factory=list)
+    cached_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `error` is its message."""

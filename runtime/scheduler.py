@@ -141,7 +141,7 @@ class Scheduler:
         pool = self.pool
         pending = len(request.tokens) - request.computed
         wanted = 1 if pending == 1 else min(pending, request.chunk_size or self.chunk_size, budget)
-        if request.keep_logits:
+        if request.scores_prompt:
             wanted = min(wanted, plan.rows)
         if not wanted or not plan.rows:
             return 0
@@ -151,7 +151,7 @@ class Scheduler:
             if count:
                 pool.reserve(request.slot, count)
                 plan.counts[request] = count
-                plan.rows -= count if request.keep_logits else int(count == pending)
+                plan.rows -= len(request.wanted_rows(count))
                 return returned - count
             if len(self.running) == 1:
                 plan.exhausted.append(request)

@@ -234,3 +234,27 @@ def test_token_ids_out_of_range_are_refused(ids):
 def test_options_are_checked_by_name(name, value):
     with pytest.raises(RequestError, match=name):
         SamplingOptions(**{name: value})
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5])
+@pytest.mark.parametrize("max_tokens", [0, 1, 6])
+def test_prompt_logprobs_have_one_entry_a_token_whatever_the_chunks(chunk, max_tokens):
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [9] * 40, [3]]
+    options = SamplingOptions(max_tokens=max_tokens, prompt_logprobs=2, ignore_eos=True)
+    loop = make_loop((14, 14), row_budget=20)  # too small for all three at once: some are preempted
+    requests = run(loop, [Request(ids, options, chunk_size=chunk) for ids in prompts])
+    for request, prompt in zip(requests, prompts, strict=True):
+        whole = run(make_loop(), [Request(prompt, keep_logits=True)])[0].logit_rows
+        rows = [row.astype(float) for block in whole for row in block]
+        assert request.finish_reason == "length" and len(request.output) == max_tokens
+        assert len(request.prompt_logprobs) == len(prompt) and request.prompt_logprobs[0] is None
+        for entry, token, row in zip(request.prompt_logprobs[1:], prompt[1:], rows[:-1], strict=True):
+            expected = row - math.log(sum(math.e**value for value in row))
+            logprob, top = entry
+            assert logprob == pytest.approx(expected[token], abs=1e-5)
+            best = sorted(range(len(row)), key=lambda i: (-row[i], i))[:2]
+            assert top == [(i, pytest.approx(expected[i], abs=1e-5)) for i in best]
+    plain = run(make_loop(), [Request(prompts[0], SamplingOptions(max_tokens=max_tokens, ignore_eos=True))])[
+        0
+    ]
+    assert requests[0].output == plain.output and requests[0].logprobs == plain.logprobs
