@@ -297,6 +297,8 @@ class PagePool:
         if hit.part is not None and all(self.available(g) for g in range(len(self.groups))):
             length = hit.length
             for g, source in enumerate(hit.part):
+                if source in self._cached[g]:
+                    self._cached[g].move_to_end(source)  # it has been of use
                 page = self._take(g)
                 self.tables[g, slot, whole] = page
                 self._past[g][slot] = whole + 1

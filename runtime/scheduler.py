@@ -159,7 +159,7 @@ class Scheduler:
             plan.most = min(plan.most, plan.tokens + share)
         for request in prompts:
             if plan.left > 0 and request.status is Status.RUNNING:
-                self._give(plan, request, self._chunk(plan, request, len(prompts) > 1))
+                self._give(plan, request, self._chunk(plan, request, request is not prompts[-1]))
         if self.waiting:
             self._admit(plan)
         if plan.left > 0 and self.policy.largest_share < 1:
@@ -167,9 +167,9 @@ class Scheduler:
         return plan
 
     def _chunk(self, plan: Plan, request: Request, in_company: bool) -> int:
-        """Return how much of its prompt the request gets at first, where others may want what is left."""
+        """Return how much of its prompt the request gets at first, where others after it may want what is left."""
         left = plan.left
-        if in_company or self.waiting:
+        if in_company or (self.waiting and self.pool.free_slots):
             left = math.ceil(left * self.policy.largest_share)
         return min(len(request.tokens) - request.computed, request.chunk_size or self.chunk_size, left)
 
@@ -180,7 +180,7 @@ class Scheduler:
             most = min(len(request.tokens) - request.computed, request.chunk_size or self.chunk_size)
             if count < most and plan.left > 0:
                 plan.take_back(request)
-                self._give(plan, request, min(most, count + plan.left), preempt=False)
+                self._give(plan, request, min(most, plan.left), preempt=False)
 
     def _give(self, plan: Plan, request: Request, wanted: int, preempt: bool = True) -> None:
         """Plan up to `wanted` tokens of `request`, with their pages."""
@@ -300,16 +300,15 @@ class Scheduler:
         most = min(request.first_row, len(request.tokens) - 1)
         hit = self.pool.find(request.tokens, request.blocks, most)
         place = len(hit.nodes)
-        if (place + 1) * cache.page_size > most or self.policy.batches:
-            return hit
-        for writer in self.running:
-            if (
-                writer.computed < (place + 1) * cache.page_size
-                and len(writer.blocks) > place
-                and writer.blocks[place] == request.blocks[place]
-            ):
-                self._awaited[request] = (writer, place)
-                return None
+        if hit.length < most and place < len(request.blocks) and not self.policy.batches:
+            for writer in self.running:
+                if (
+                    writer.computed < (place + 1) * cache.page_size
+                    and place < len(writer.blocks)
+                    and writer.blocks[place] == request.blocks[place]
+                ):
+                    self._awaited[request] = (writer, place)
+                    return None
         return hit
 
     def _needs(self, request: Request, hit: Hit) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from enginewright.runtime.loop import EngineLoop, LoopLimits
+from enginewright.runtime.loop import EngineLoop, LoopLimits, StepReport
 from enginewright.runtime.pages import GroupSpec
 from enginewright.runtime.request import Request, SamplingOptions
 from tests.runtime.fake_executor import FakeExecutor
@@ -42,10 +42,17 @@ def drain(loop: EngineLoop, most_steps: int = 5000) -> None:
     for _ in range(most_steps):
         if loop.idle:
             break
-        loop.step()
-        loop.scheduler.check_invariants()
+        check_step(loop)
     assert loop.idle, "the loop does not come to rest"
     assert loop.pool.idle, "pages leak"
+
+
+def check_step(loop: EngineLoop) -> StepReport:
+    """Make one step, and check its budget and every invariant after it."""
+    report = loop.step()
+    assert report.tokens <= loop.limits.token_budget, "a step over its budget"
+    loop.scheduler.check_invariants()
+    return report
 
 
 def alone(
