@@ -46,7 +46,7 @@ def bench(
     decode [{batch, tokens_per_second, step_ms}].
     """
     started = time.perf_counter()
-    with load(path, threads, weights, max_sequences=max(batches)) as engine:
+    with load(path, threads, weights, max_sequences=max(batches), prefix_cache=False) as engine:
         load_seconds = time.perf_counter() - started
         longest = engine.max_context - 1
         for name, needed in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens + _DECODE_PROMPT)):

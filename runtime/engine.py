@@ -28,6 +28,7 @@ from enginewright.recipes.errors import ArtifactError, InputError, RequestError
 from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
 from .memory import plan_pages
 from .pages import GroupSpec
+from .policies import get_policy
 from .request import Completion, Request, SamplingOptions, check_token_ids
 from .stop import StopMatcher
 from .text import IncrementalDetokenizer, Tokenizer
@@ -68,13 +69,15 @@ def load(
     chunk_size: int | None = None,
     cache_tokens: int | None = None,
     cache_bytes: int | None = None,
+    policy: str = "fair",
+    prefix_cache: bool = True,
 ) -> Engine:
     """Load the engine in the folder `path`.
 
     `threads`: None takes what the machine allows. `weights`: "mmap" shares pages between processes, "copy"
     reads them into this one. `check` hashes every file first. `max_sequences`, `token_budget`, `chunk_size`:
-    see `LoopLimits`. The key/value cache takes `cache_tokens` tokens, or `cache_bytes` (1 GiB unless given);
-    no more than max_sequences sequences can use.
+    see `LoopLimits`, as for `policy` and `prefix_cache`. The key/value cache takes `cache_tokens` tokens, or `cache_bytes`
+    (1 GiB unless given); no more than max_sequences sequences can use.
     """
     if weights not in ("mmap", "copy"):
         raise InputError(
@@ -91,6 +94,9 @@ def load(
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{name} cannot be used", found=repr(value), expected="a positive integer")
+    get_policy(policy)
+    if not isinstance(prefix_cache, bool):
+        raise InputError("prefix_cache cannot be used", found=repr(prefix_cache), expected="True or False")
     artifact = path if isinstance(path, Artifact) else open_engine(path, check=check)
     if artifact.manifest.get("verification", {}).get("verdict") == "failed":
         _log.warning("the engine at %s failed its verification; see `engine inspect`", artifact.path)
@@ -111,6 +117,8 @@ def load(
             chunk_size=chunk_size,
             cache_tokens=cache_tokens,
             cache_bytes=cache_bytes,
+            policy=policy,
+            prefix_cache=prefix_cache,
         )
     except BaseException:
         executor.close()
@@ -130,6 +138,8 @@ class Engine:
         chunk_size: int | None = None,
         cache_tokens: int | None = None,
         cache_bytes: int | None = None,
+        policy: str = "fair",
+        prefix_cache: bool = True,
     ) -> None:
         self.artifact = artifact
         self.executor = executor
@@ -159,8 +169,17 @@ class Engine:
             executor,
             [GroupSpec(group.window, group.page_size) for group in executor.kv_groups],
             pages,
-            LoopLimits(self.max_context, max_sequences, token_budget, chunk_size, executor.max_rows),
+            LoopLimits(
+                self.max_context,
+                max_sequences,
+                token_budget,
+                chunk_size,
+                executor.max_rows,
+                policy,
+                prefix_cache,
+            ),
             model.get("eos_token_ids", ()),
+            _cache_identity(artifact, executor),
         )
         self._lock = threading.Lock()  # one step at a time
         self._closed = False
@@ -398,6 +417,11 @@ def _options(
         include_stop=include_stop,
         stop_token_ids=stop_token_ids,
     )
+
+
+def _cache_identity(artifact: Artifact, executor: Executor) -> bytes:
+    """What decides keys and values beside the tokens: the engine's own hash, and how its pools hold them."""
+    return f"{artifact.manifest.get('manifest_sha256')} {list(executor.kv_groups)}".encode()
 
 
 def _joined(request: Request) -> np.ndarray:

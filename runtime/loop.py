@@ -17,8 +17,11 @@ from enginewright.recipes.errors import EnginewrightError, RequestError
 
 from .drawing import Drawer, StepDraws, logit_rows
 from .pages import GroupSpec, PagePool
+from .plan import Plan
+from .policies import get_policy
 from .request import Request, Status, check_token_ids
 from .scheduler import Scheduler
+from .statistics import LoopStatistics, count_pages
 
 __all__ = ["EngineLoop", "LoopLimits", "StepReport"]
 
@@ -34,7 +37,8 @@ class LoopLimits:
 
     `max_context`: tokens of a sequence, prompt and output together. `token_budget`: tokens a step.
     `chunk_size`: prompt tokens of one request in a step (None = the budget). `max_sequences`: requests
-    computed together. `row_budget`: rows of a step whose logits are asked for (None = any).
+    computed together. `row_budget`: rows of a step whose logits are asked for (None = any). `policy`: whom the
+    scheduler prefers (`policies.py`). `prefix_cache`: whether written pages are kept for prompts that begin alike.
     """
 
     max_context: int
@@ -42,6 +46,8 @@ class LoopLimits:
     token_budget: int = 512
     chunk_size: int | None = None
     row_budget: int | None = None
+    policy: str = "fair"
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,10 @@ class StepReport:
 
 
 class EngineLoop:
-    """Serves requests on one executor. Not thread-safe: one caller at a time."""
+    """Serves requests on one executor. Not thread-safe: one caller at a time.
+
+    `identity` names what, beside tokens, decides keys and values: the model and its cache's format.
+    """
 
     def __init__(
         self,
@@ -63,6 +72,7 @@ class EngineLoop:
         pages_per_group: Sequence[int],
         limits: LoopLimits,
         eos_token_ids: Sequence[int] = (),
+        identity: bytes = b"",
     ) -> None:
         if limits.max_sequences > limits.token_budget:
             raise ValueError("max_sequences may not exceed token_budget: a step gives each sequence a token")
@@ -73,10 +83,22 @@ class EngineLoop:
         self.executor = executor
         self.limits = limits
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.pool = PagePool(groups, pages_per_group, limits.max_sequences, limits.max_context)
-        self.scheduler = Scheduler(self.pool, limits.token_budget, limits.chunk_size, limits.row_budget)
+        self.pool = PagePool(
+            groups,
+            pages_per_group,
+            limits.max_sequences,
+            limits.max_context,
+            prefix_cache=limits.prefix_cache,
+            identity=identity,
+        )
+        self.scheduler = Scheduler(
+            self.pool, limits.token_budget, limits.chunk_size, limits.row_budget, get_policy(limits.policy)
+        )
         self._drawer = Drawer(executor.vocab_size, eos_token_ids)
         self._input = _InputBuffers(limits)
+        self._steps = self._tokens_computed = self._tokens_generated = 0
+        self._last = (0, 0)  # sequences and tokens of the last step
+        self._finished: dict[str, int] = {}
         executor.create_pool(list(pages_per_group))
 
     # -------------------------------------------------------------------------------------------- requests
@@ -119,6 +141,30 @@ class EngineLoop:
         """Whether no request is running or waiting."""
         return self.scheduler.idle
 
+    def statistics(self) -> LoopStatistics:
+        """Return what the loop has done and holds; not while it steps."""
+        scheduler, pool = self.scheduler, self.pool
+        slots = [pool.slots_of(g) for g in range(len(pool.groups))]
+        return LoopStatistics(
+            policy=scheduler.policy.name,
+            steps=self._steps,
+            tokens_computed=self._tokens_computed,
+            tokens_generated=self._tokens_generated,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prefix_queried_tokens=scheduler.prefix_queried_tokens,
+            preemptions=scheduler.preemptions,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages=count_pages(pool),
+            reserved_slots=sum(reserved for reserved, _ in slots),
+            used_slots=sum(used for _, used in slots),
+            last_sequences=self._last[0],
+            last_tokens=self._last[1],
+            max_sequences=self.limits.max_sequences,
+            token_budget=self.limits.token_budget,
+            finished=dict(self._finished),
+        )
+
     # -------------------------------------------------------------------------------------------- the step
 
     def step(self) -> StepReport:
@@ -128,17 +174,42 @@ class EngineLoop:
         for request in plan.exhausted:
             self._finish(request, FINISH_LENGTH)
             changed.append(request)
+        for request, error in plan.failed:
+            self._fail(request, error, changed)
+        if plan.copies:
+            self._copy(plan, changed)
         if not plan.counts:
             return StepReport(0, 0, changed)
         work = list(plan.counts.items())
+        padding = [request for request in plan.padding if request.slot >= 0]  # else its batch has ended since
+        tokens = sum(plan.counts.values()) + len(padding)
         try:
-            self._run(work, changed)
+            self._run(work, changed, padding)
         except Exception as error:
             if len(work) == 1:
                 self._fail(work[0][0], error, changed)
             else:
                 self._run_each(work, changed)
-        return StepReport(sum(plan.counts.values()), len(work), changed)
+        self._steps += 1
+        self._tokens_computed += tokens
+        self._last = (len(work) + len(padding), tokens)
+        return StepReport(tokens, len(work), changed)
+
+    def _copy(self, plan: Plan, changed: list[Request]) -> None:
+        """Make the plan's copies, in order within a group; where that fails, the requests that wanted them end."""
+        by_group: dict[int, tuple[list[int], list[int]]] = {}
+        for _, (g, source, destination) in plan.copies:
+            sources, destinations = by_group.setdefault(g, ([], []))
+            sources.append(source)
+            destinations.append(destination)
+        try:
+            for g, (sources, destinations) in by_group.items():
+                self.executor.copy_pages(g, sources, destinations)
+        except Exception as error:
+            for request in {request: None for request, _ in plan.copies}:
+                if request.status is Status.RUNNING:
+                    plan.take_back(request)
+                    self._fail(request, error, changed)
 
     def _run_each(self, work: list[tuple[Request, int]], changed: list[Request]) -> None:
         """Repeat a step that failed, one request at a time, to find whose fault it was."""
@@ -148,10 +219,19 @@ class EngineLoop:
             except Exception as error:
                 self._fail(item[0], error, changed)
 
-    def _run(self, work: list[tuple[Request, int]], changed: list[Request]) -> None:
+    def _run(
+        self, work: list[tuple[Request, int]], changed: list[Request], padding: Sequence[Request] = ()
+    ) -> None:
+        """Run a step of `work` and commit it; rows of `padding` are computed with it and thrown away."""
         rows, row_counts = logit_rows(work)
-        step = self._input.fill(work, rows, self.pool.rows([request.slot for request, _ in work]))
-        logits = self.executor.step(step)
+        wanted, computed = len(rows), work
+        if padding:
+            computed = [*work, *((request, 1) for request in padding)]
+            start = sum(count for _, count in work)
+            most = self.scheduler.row_budget - wanted
+            rows += list(range(start, start + len(padding)))[:most]
+        step = self._input.fill(computed, rows, self.pool.rows([request.slot for request, _ in computed]))
+        logits = self.executor.step(step)[:wanted]
         draws = self._drawer.draw(work, row_counts, logits)
         # Nothing below can fail: the step is committed whole.
         self._commit(work, draws, changed)
@@ -177,6 +257,7 @@ class EngineLoop:
                 self._finish(request, FINISH_ERROR)
                 continue
             token, options = drawn.token, request.options
+            self._tokens_generated += 1
             request.tokens.append(token)
             request.logprobs.append(drawn.logprob)
             if drawn.top is not None:
@@ -204,8 +285,9 @@ class EngineLoop:
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
+        self._finished[reason] = self._finished.get(reason, 0) + 1
         if request.number >= 0:  # it was queued
-            self.scheduler.remove(request)
+            self.scheduler.remove(request, ended=reason in (FINISH_STOP, FINISH_LENGTH))
         request.status = Status.FINISHED
 
 

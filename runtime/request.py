@@ -16,6 +16,7 @@ from typing import Any, SupportsIndex, cast
 from enginewright.recipes.errors import RequestError
 
 from .constraints import Constraint
+from .prefix_cache import Block
 
 __all__ = ["Completion", "Request", "SamplingOptions", "Status", "check_token_ids", "derived_seed"]
 
@@ -220,6 +221,14 @@ class Request:
     scores_prompt: bool = field(init=False)  # logits of prompt positions are wanted, at least at first
     limit: int = field(init=False, default=0)  # len(tokens) never exceeds it; set at admission
     number: int = field(init=False, default=-1)  # order of arrival
+    turn: tuple[int, int] = field(init=False, default=(0, 0))  # the scheduler's order; lower is served sooner
+    resumed: int = field(init=False, default=0)  # len(tokens) when it was last admitted
+    passed: int = field(
+        init=False, default=0
+    )  # times that another was admitted while this one found no pages
+    blocks: list[Block] = field(
+        init=False, default_factory=list, repr=False
+    )  # its tokens, for the prefix cache
     computed: int = field(init=False, default=0)
     cached_tokens: int = field(init=False, default=0)  # prompt tokens that came from the prefix cache
     slot: int = field(init=False, default=-1)  # row of the page tables while running

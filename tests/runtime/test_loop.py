@@ -13,49 +13,8 @@ from enginewright.runtime.loop import EngineLoop, LoopLimits
 from enginewright.runtime.pages import GroupSpec
 from enginewright.runtime.request import Request, SamplingOptions
 from tests.runtime.fake_executor import FakeExecutor
+from tests.runtime.traffic import GROUPS, alone, drain, make_loop, options, prompts, run
 
-GROUPS = [GroupSpec(0, 4), GroupSpec(6, 4)]
-EOS = 31
-
-
-def make_loop(pages=(64, 64), groups=GROUPS, executor=None, max_context=64, **limits) -> EngineLoop:
-    executor = executor or FakeExecutor(groups)
-    return EngineLoop(
-        executor, groups, pages, LoopLimits(max_context, **{"max_sequences": 8, **limits}), [EOS]
-    )
-
-
-def run(loop: EngineLoop, requests: list[Request], most_steps: int = 5000) -> list[Request]:
-    for request in requests:
-        loop.submit(request)
-    drain(loop, most_steps)
-    return requests
-
-
-def drain(loop: EngineLoop, most_steps: int = 5000) -> None:
-    for _ in range(most_steps):
-        if loop.idle:
-            break
-        loop.step()
-        loop.scheduler.check_invariants()
-    assert loop.idle, "the loop does not come to rest"
-    assert loop.pool.idle, "pages leak"
-
-
-def alone(
-    prompt: list[int], options: SamplingOptions, pages: tuple[int, ...] = (64, 64), max_context: int = 64
-) -> Request:
-    return run(make_loop(pages, max_context=max_context), [Request(prompt, options)])[0]
-
-
-prompts = st.lists(st.integers(0, EOS), min_size=1, max_size=30)
-options = st.builds(
-    SamplingOptions,
-    max_tokens=st.integers(1, 24),
-    temperature=st.sampled_from([0.0, 0.7, 1.5]),
-    seed=st.integers(0, 2**64 - 1),
-    ignore_eos=st.booleans(),
-)
 arrivals = st.lists(st.tuples(prompts, options, st.integers(0, 12)), min_size=1, max_size=9)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,26 +36,6 @@ def test_the_last_page_is_not_given_twice():
     pool.close(first)
     assert pool.fits(second, 12) == 8
     pool.check_invariants()
-
-
-def test_shared_pages_are_freed_by_their_last_holder():
-    pool = PagePool([GroupSpec(0, 4), GroupSpec(8, 4)], [8, 8], max_sequences=3, max_context=32)
-    source = pool.open()
-    pool.reserve(source, 10)
-    pool.commit(source, 10)
-    target = pool.open()
-    pool.share(source, target, 8)
-    pool.check_invariants()
-    pool.close(source)
-    pool.check_invariants()
-    pool.reserve(target, 3)
-    pool.commit(target, 3)
-    pool.check_invariants()
-    pool.close(target)
-    assert pool.idle
-    with pytest.raises(ValueError, match="does not hold"):
-        other = pool.open()
-        pool.share(other, pool.open(), 4)
 
 
 @given(st.integers(0, 40), st.integers(1, 20), st.integers(1, 20), st.integers(1, 200))
