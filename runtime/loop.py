@@ -75,7 +75,7 @@ class EngineLoop:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pool = PagePool(groups, pages_per_group, limits.max_sequences, limits.max_context)
         self.scheduler = Scheduler(self.pool, limits.token_budget, limits.chunk_size, limits.row_budget)
-        self._drawer = Drawer(executor.vocab_size, eos_token_ids)
+        self._drawer = Drawer(executor.vocab_size, eos_token_ids, executor)
         self._input = _InputBuffers(limits)
         executor.create_pool(list(pages_per_group))
 
@@ -87,6 +87,8 @@ class EngineLoop:
         options = request.options
         check_token_ids("stop_token_ids", options.stop_token_ids, self.executor.vocab_size)
         check_token_ids("logit_bias", [token for token, _ in options.bias_pairs], self.executor.vocab_size)
+        if options.constraint is not None and request.grammar is None:
+            raise RequestError("the constraint was not compiled", action="give the request its grammar")
         length, most = request.prompt_length, self.limits.max_context
         if not length:
             raise RequestError("the prompt is empty", expected="at least one token")
