@@ -1,24 +1,27 @@
 """From a step's logits to tokens and log-probabilities: the step's part between run and commit.
 
-Nothing here changes what a request says of itself: `Drawer.draw` returns what the loop then commits.
+Nothing here changes what a request says of itself: `Drawer.draw` returns what the loop then commits. What it remembers of a
+request (`Request.drawing`) follows from the request's tokens, so a step may be drawn twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from enginewright.recipes.errors import RequestError
 
+from .constraints import Matcher
 from .request import Request, TopLogprobs
-from .sampler import draw, logsumexp_rows
+from .sampler import draw_row, row_drawer
 
 __all__ = ["Drawer", "Drawn", "StepDraws", "logit_rows"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Drawn:
     """One request's next token: `logprob` and the best beside it (`top`), or the `error` that ends the request.
 
@@ -60,12 +63,26 @@ def logit_rows(work: list[tuple[Request, int]]) -> tuple[list[int], list[int]]:
     return rows, row_counts
 
 
-class Drawer:
-    """Draws tokens for one loop. `eos_token_ids` end a request, unless it ignores them."""
+@dataclass(slots=True)
+class _Memory:
+    """What is remembered of one request between its draws."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+    row: Any  # DrawRow
+    penalised: bool  # its row must know every token
+    matcher: Matcher | None
+
+
+class Drawer:
+    """Draws tokens for one loop. `eos_token_ids` end a request, unless it ignores them.
+
+    `executor`: where it has a `row_drawer`, that draws, on the executor's own threads.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = (), executor: object = None) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
+        make = getattr(executor, "row_drawer", row_drawer)
+        self._rows = make()
 
     def draw(self, work: list[tuple[Request, int]], row_counts: list[int], logits: np.ndarray) -> StepDraws:
         """Draw the next token of every request that the step brought to its end; score prompt tokens; keep rows."""
@@ -74,11 +91,11 @@ class Drawer:
         at: list[int] = []
         row = 0
         for (request, count), rows in zip(work, row_counts, strict=True):
-            if request.scores_prompt and rows:
+            if rows and request.scores_prompt:
                 if request.keep_logits:
                     step.kept.append((request, logits[row : row + rows].copy()))
                 else:
-                    step.scored.append((request, _score(request, count, logits[row : row + rows])))
+                    step.scored.append((request, self._score(request, count, row, rows, logits)))
             if rows and request.computed + count == len(request.tokens) and request.draws:
                 drawing.append(request)
                 at.append(row + rows - 1)
@@ -87,38 +104,83 @@ class Drawer:
             step.drawn = list(zip(drawing, self._draw_rows(drawing, at, logits), strict=True))
         return step
 
+    def _score(
+        self, request: Request, count: int, row: int, rows: int, logits: np.ndarray
+    ) -> list[tuple[float, TopLogprobs] | None]:
+        """Return an entry for each prompt token that the rows tell of: the one at position p tells of token p + 1."""
+        first = request.wanted_rows(count).start + 1
+        targets = request.tokens[first : min(first + rows, request.prompt_length)]
+        best = request.options.prompt_logprobs or 0
+        scored: list[tuple[float, TopLogprobs] | None]
+        scored = self._rows.score(logits, range(row, row + len(targets)), targets, best)
+        return scored
+
     def _draw_rows(self, drawing: list[Request], at: list[int], logits: np.ndarray) -> list[Drawn]:
-        drawn = draw(
-            logits if len(at) == len(logits) else logits[at],
-            [request.options.temperature for request in drawing],
-            [request.options.seed for request in drawing],
+        memories = [request.drawing or self._remember(request) for request in drawing]
+        for request, memory in zip(drawing, memories, strict=True):
+            if memory.penalised:
+                memory.row.extend(request.tokens[memory.row.seen :], request.prompt_length)
+        masks, mask_rows, failed = self._masks(drawing, memories)
+        results = self._rows.draw(
+            logits,
+            at,
+            [memory.row for memory in memories],
             [len(request.tokens) for request in drawing],
+            masks,
+            mask_rows,
         )
-        return [
-            Drawn(token, logprob)
-            if token >= 0
-            else Drawn(-1, logprob, error=_not_sampled(len(request.tokens) - 1))
-            for request, (token, logprob) in zip(drawing, drawn, strict=True)
-        ]
+        drawn = [Drawn(*result) for result in zip(*results, strict=True)]
+        for i, one in enumerate(drawn):
+            matcher = memories[i].matcher
+            if i in failed:
+                one.error = failed[i]
+            elif one.token < 0:
+                one.error = _not_drawn(one.token, len(drawing[i].tokens) - 1)
+            elif matcher is not None:
+                one.complete, one.error = matcher.accept(one.token)
+        return drawn
+
+    def _masks(
+        self, drawing: list[Request], memories: list[_Memory]
+    ) -> tuple[np.ndarray | None, list[int], dict[int, RequestError]]:
+        """Return the constraints' masks (uint32 [M, words]), which one each row obeys, and what failed."""
+        bound = [i for i, memory in enumerate(memories) if memory.matcher is not None]
+        if not bound:
+            return None, [], {}
+        masks = np.zeros((len(bound), (self.vocab_size + 31) // 32), np.uint32)
+        mask_rows = [-1] * len(drawing)
+        failed: dict[int, RequestError] = {}
+        for m, i in enumerate(bound):
+            matcher, request = memories[i].matcher, drawing[i]
+            assert matcher is not None
+            error = matcher.follow(request.tokens, request.prompt_length) or matcher.fill(masks[m])
+            if error is not None:
+                failed[i] = error
+            mask_rows[i] = m
+        return masks, mask_rows, failed
+
+    def _remember(self, request: Request) -> _Memory:
+        options = request.options
+        ends = set(options.stop_token_ids)
+        if not options.ignore_eos:
+            ends |= self.eos_token_ids
+        request.drawing = _Memory(
+            draw_row(options, request.prompt_length, sorted(i for i in ends if i < self.vocab_size)),
+            bool(options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1.0),
+            request.grammar.matcher() if request.grammar is not None else None,
+        )
+        return request.drawing
 
 
-def _not_sampled(position: int) -> RequestError:
+def _not_drawn(token: int, position: int) -> RequestError:
+    if token == -2:
+        return RequestError(
+            "no token may be drawn",
+            found=f"every one is ruled out at position {position}",
+            action="check logit_bias and the constraint: together they leave nothing",
+        )
     return RequestError(
         "the model's logits cannot be sampled from",
         found=f"NaN or infinity at position {position}",
         action="if it happens for ordinary prompts, verify the engine or build it with more bits",
     )
-
-
-def _score(request: Request, count: int, logits: np.ndarray) -> list[tuple[float, TopLogprobs] | None]:
-    """Return an entry for each prompt token that the rows tell of: row i, at position p, tells of token p + 1."""
-    first = request.wanted_rows(count).start
-    targets = request.tokens[first + 1 : min(first + 1 + len(logits), request.prompt_length)]
-    rows = logits[: len(targets)]
-    totals = logsumexp_rows(rows).tolist()
-    best = request.options.prompt_logprobs or 0
-    scored: list[tuple[float, TopLogprobs] | None] = []
-    for row, target, total in zip(rows, targets, totals, strict=True):
-        order = np.argsort(-row, kind="stable")[:best].tolist() if best else []
-        scored.append((float(row[target]) - total, [(i, float(row[i]) - total) for i in order]))
-    return scored

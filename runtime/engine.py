@@ -25,6 +25,7 @@ from enginewright.backends.artifact import Artifact, open_engine
 from enginewright.backends.base import Executor
 from enginewright.recipes.errors import ArtifactError, InputError, RequestError
 
+from .constraints import Constraint, ConstraintCompiler, Grammar
 from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
 from .memory import plan_pages
 from .pages import GroupSpec
@@ -180,6 +181,11 @@ class Engine:
             ),
             model.get("eos_token_ids", ()),
             _cache_identity(artifact, executor),
+        )
+        self._compiler = (
+            ConstraintCompiler(self.tokenizer.to_json(), self.vocab_size, model.get("eos_token_ids", ()))
+            if self.tokenizer is not None
+            else None
         )
         self._lock = threading.Lock()  # one step at a time
         self._closed = False
@@ -340,6 +346,14 @@ class Engine:
         found = [self.tokenizer.special_id(text) for text in options.stop]
         ids = tuple(token for token in found if token is not None)
         return replace(options, stop_token_ids=(*options.stop_token_ids, *ids)) if ids else options
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Return the grammar of a constraint, for `Request.grammar`; may take a second. Safe from any thread."""
+        if self._compiler is None:
+            raise RequestError(
+                "constraints need a tokenizer", action="build the engine from a model with one"
+            )
+        return self._compiler.compile(constraint)
 
     def _drive(self, answers: list[_Answer]) -> Iterator[TextDelta]:
         """Step the loop until every answer is complete; yield what is new."""

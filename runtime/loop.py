@@ -94,7 +94,7 @@ class EngineLoop:
         self.scheduler = Scheduler(
             self.pool, limits.token_budget, limits.chunk_size, limits.row_budget, get_policy(limits.policy)
         )
-        self._drawer = Drawer(executor.vocab_size, eos_token_ids)
+        self._drawer = Drawer(executor.vocab_size, eos_token_ids, executor)
         self._input = _InputBuffers(limits)
         self._steps = self._tokens_computed = self._tokens_generated = 0
         self._last = (0, 0)  # sequences and tokens of the last step
@@ -109,6 +109,8 @@ class EngineLoop:
         options = request.options
         check_token_ids("stop_token_ids", options.stop_token_ids, self.executor.vocab_size)
         check_token_ids("logit_bias", [token for token, _ in options.bias_pairs], self.executor.vocab_size)
+        if options.constraint is not None and request.grammar is None:
+            raise RequestError("the constraint was not compiled", action="give the request its grammar")
         length, most = request.prompt_length, self.limits.max_context
         if not length:
             raise RequestError("the prompt is empty", expected="at least one token")

@@ -76,6 +76,10 @@ class Tokenizer:
         """How many ids the tokenizer knows, added tokens included (the model may have more)."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """Return the text of tokenizer.json, as this tokenizer uses it."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`; `add_special_tokens` adds what the model puts around a text, such as `<bos>`."""
         try:

@@ -108,6 +108,10 @@ class CpuExecutor:
             raise StepError(str(error)) from None
         return logits
 
+    def row_drawer(self) -> _native.RowDrawer:
+        """Draws tokens from logits (`runtime/sampler.py`), on the threads of this executor, between its steps."""
+        return _native.RowDrawer.beside(self._engine)
+
     def set_profiling(self, on: bool) -> None:
         """Begin (from zero) or end the measuring of times."""
         self._engine.set_profiling(on)

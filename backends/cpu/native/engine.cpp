@@ -35,7 +35,7 @@ Engine::Engine(const std::string &program, const EngineOptions &options, const K
         if (code.op == Op::elementwise || code.op == Op::copy)
             simplify(code.walk, int(code.in.size() + code.out.size()));
 
-    pool_ = std::make_unique<ThreadPool>(options.threads ? options.threads : usable_cpus());
+    pool_ = std::make_shared<ThreadPool>(options.threads ? options.threads : usable_cpus());
     arena_ = Mapping::anonymous(size_t(page_aligned(program_.arena_row_bytes[0] * options.max_tokens + kSlack) +
                                        page_aligned(program_.arena_row_bytes[1] * options.max_rows + kSlack)),
                                 true);

@@ -73,6 +73,9 @@ class Engine {
     const Program &program() const { return program_; }
     int threads() const { return pool_ ? pool_->threads() : 0; }
     const char *isa() const { return kernels_.name; }
+    const Kernels &kernels() const { return kernels_; }
+    // The team, for whoever works between steps; empty once closed.
+    std::shared_ptr<ThreadPool> team() const { return pool_; }
     int64_t page_count(size_t group) const { return groups_[group].pages; }
 
   private:
@@ -162,7 +165,7 @@ class Engine {
     EngineOptions options_;
     Program program_;
     Mapping weights_, arena_, scratch_memory_, states_;
-    std::unique_ptr<ThreadPool> pool_;
+    std::shared_ptr<ThreadPool> pool_;
     std::vector<GroupPool> groups_;
     std::vector<Scratch> scratch_;
     uint8_t *prepared_ = nullptr; // rows prepared together

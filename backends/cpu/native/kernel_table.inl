@@ -1,5 +1,6 @@
 // One variant's kernel table: the end of every isa_*.cpp, after its macros.
 #include "attention.inl"
+#include "draw.inl"
 #include "embedding.inl"
 #include "kv_cache.inl"
 #include "linear.inl"
@@ -28,6 +29,12 @@ const Kernels table = {
                   .argmax = argmax,
                   .logsumexp = logsumexp,
                   .softmax = softmax},
+    .draw = {.block_maxima = block_maxima,
+             .sum_below = sum_below,
+             .mask = mask,
+             .weigh = weigh,
+             .within = within,
+             .noisy_argmax = noisy_argmax},
 };
 
 }  // namespace ew::EW_ISA_NS

@@ -32,6 +32,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "draw.h"
 #include "formats.h"
 
 namespace ew {
@@ -89,6 +90,9 @@ struct Kernels {
 
   // --- Attention, cache, rotary embedding, sampling rows (attention.h) ------------------------------------------------
   AttentionKernels attention;
+
+  // --- Passes over rows of logits for drawing tokens (draw.h) ---------------------------------------------------------
+  DrawKernels draw;
 };
 
 /// The variant in use: the best that the machine runs, or the one that ENGINEWRIGHT_ISA names. Decided once.

@@ -40,13 +40,8 @@ EW_INLINE F16 row_weights(F16 x, float largest) {
   return softmax_exp2(mul(sub(x, set1(largest)), set1(kLog2E)));
 }
 
-static RowSum sum_row(const float* x, int64_t n) {
-  F16 most = set1(-__builtin_inff());
-  const F16 lowest = most;
-  for (int64_t i = 0; i < n; i += 16) {
-    most = max(n - i >= 16 ? loadu(x + i) : select(first_n(n - i), load_partial(x + i, n - i), lowest), most);
-  }
-  const float largest = reduce_max(most);
+/// The sum alone, given the largest value.
+static float sum_below(const float* x, int64_t n, float largest) {
   F16 sum[4] = {zero(), zero(), zero(), zero()};
   int64_t i = 0;
   for (; i + 64 <= n; i += 64) {
@@ -56,7 +51,17 @@ static RowSum sum_row(const float* x, int64_t n) {
     const F16 weight = row_weights(load_partial(x + i, n - i), largest);
     sum[0] = add(sum[0], select(first_n(n - i), weight, zero()));
   }
-  return {largest, reduce_add(add(add(sum[0], sum[1]), add(sum[2], sum[3])))};
+  return reduce_add(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
+}
+
+static RowSum sum_row(const float* x, int64_t n) {
+  F16 most = set1(-__builtin_inff());
+  const F16 lowest = most;
+  for (int64_t i = 0; i < n; i += 16) {
+    most = max(n - i >= 16 ? loadu(x + i) : select(first_n(n - i), load_partial(x + i, n - i), lowest), most);
+  }
+  const float largest = reduce_max(most);
+  return {largest, sum_below(x, n, largest)};
 }
 
 static float logsumexp(const float* x, int64_t n) {
