@@ -354,10 +354,10 @@ class PagePool:
 
     def page_map(self, g: int) -> bytes:
         """Return one byte a page of group `g`: 0 free, 1 cached, 2 used, 3 used by several."""
-        states = bytearray(min(count, 2) + 1 if count else 0 for count in self._references[g])
-        for page in self._cached[g]:
-            states[page] = 1
-        return bytes(states)
+        references = np.array(self._references[g], np.int32)
+        states = np.minimum(references + (references > 0), 3).astype(np.uint8)
+        states[list(self._cached[g])] = 1
+        return states.tobytes()
 
     @property
     def idle(self) -> bool:

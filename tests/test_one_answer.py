@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from enginewright.runtime.engine import Engine
+from enginewright.runtime.request import Request, SamplingOptions
 from tests import engines
 
 RECIPES = ["int4", "bf16", "bf16 kv_cache.format=int8"]  # with overrides
@@ -59,3 +60,80 @@ def test_a_windowed_model_with_a_fact_beyond_the_window(overrides: tuple[str, ..
         whole = engine.logits([tokens])[0][-40:]
         chunked = engine.logits([tokens], chunk_size=100)[0][-40:]
         assert np.array_equal(bits(whole), bits(chunked))
+
+
+SERVED = ["smollm2 int4", "smollm2 bf16 kv_cache.format=int8", "gemma3 int4"]
+
+
+def ask(tokens: list[int], new_tokens: int, seed: int) -> Request:
+    return Request(
+        list(tokens),
+        SamplingOptions(
+            max_tokens=new_tokens, temperature=0.8, seed=seed, ignore_eos=True, frequency_penalty=0.5
+        ),
+    )
+
+
+def serve(engine: Engine, requests: list[Request]) -> list[tuple[list[int], bytes]]:
+    """Serve the requests together; return each one's tokens and its log-probabilities' bits."""
+    for request in requests:
+        engine.loop.submit(request)
+    while not engine.loop.idle:
+        engine.loop.step()
+        engine.loop.scheduler.check_invariants()
+    assert engine.loop.pool.idle and all(request.error is None for request in requests)
+    return [(request.output, np.array(request.logprobs).tobytes()) for request in requests]
+
+
+@pytest.mark.parametrize("what", SERVED)
+def test_from_cached_pages_and_after_preemptions(what: str) -> None:
+    """Prompts that begin alike: alone without a cache, then together, then from the cache."""
+    length = 560 if what.startswith("gemma3") else 90  # beyond gemma's window
+    with engines.load(*what.split(), prefix_cache=False) as engine:
+        text = engines.text_tokens(engine, length + 200)
+        prompts = [text[: length + 3 * (i % 2)] + text[length + 11 * i :][: 9 * (i % 3)] for i in range(6)]
+        expected = [serve(engine, [ask(prompt, 24, i)])[0] for i, prompt in enumerate(prompts)]
+    with engines.load(*what.split(), policy="throughput") as engine:
+        engine.executor.fill_pool(float("nan"))
+        for already in (0, 1):  # the first of them computes the prefix; then nobody does
+            requests = [ask(prompt, 24, i) for i, prompt in enumerate(prompts)]
+            assert serve(engine, requests) == expected
+            assert all(request.cached_tokens >= length - 16 for request in requests[1 - already :])
+
+
+@pytest.mark.parametrize("what", SERVED)
+def test_preempted_again_and_again(what: str) -> None:
+    """Six requests that grow to 150 tokens, in pages for 208: some are computed three times."""
+    with engines.load(*what.split(), prefix_cache=False) as engine:
+        text = engines.text_tokens(engine, 200)
+        prompts = [text[9 * i : 12 * i + 20] for i in range(6)]
+        expected = [serve(engine, [ask(prompt, 100, i)])[0] for i, prompt in enumerate(prompts)]
+    with engines.load(*what.split(), cache_tokens=208, chunk_size=31, max_sequences=6) as engine:
+        engine.executor.fill_pool(float("nan"))
+        requests = [ask(prompt, 100, i) for i, prompt in enumerate(prompts)]
+        assert serve(engine, requests) == expected
+        assert sum(request.preemptions >= 2 for request in requests) >= 2
+
+
+@pytest.mark.parametrize("what", SERVED)
+def test_survivors_of_cancellations_on_one_prefix(what: str) -> None:
+    """A prefix of 600 tokens in chunks of 64; whoever writes it is cancelled on the way, and others begin at once."""
+    with engines.load(*what.split(), chunk_size=64, max_sequences=4, cache_tokens=1600) as engine:
+        engine.executor.fill_pool(float("nan"))
+        text = engines.text_tokens(engine, 900)
+        prompts = [text[:600], text[:600] + text[700:705], text[300:420]]
+        survivors: list[list[tuple[list[int], bytes]]] = []
+        for cancelled_at in (1, 4, 9, 11):
+            first, second, other = (ask(prompt, 8, 3) for prompt in prompts)
+            engine.loop.submit(first)
+            engine.loop.submit(second)
+            for _ in range(cancelled_at):
+                engine.loop.step()
+                engine.loop.scheduler.check_invariants()
+            engine.loop.finish(first)
+            survivors.append(serve(engine, [other, ask(prompts[2][:50], 8, 3)]))
+            survivors[-1].append((second.output, np.array(second.logprobs).tobytes()))
+    with engines.load(*what.split(), prefix_cache=False) as engine:
+        for prompt, at in ((prompts[2], 0), (prompts[2][:50], 1), (prompts[1], 2)):
+            expected = serve(engine, [ask(prompt, 8, 3)])[0]
+            assert all(answers[at] == expected for answers in survivors)
