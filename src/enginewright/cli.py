@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from enginewright.recipes.errors import EnginewrightError, InputError
+from enginewright.serving import serve
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -393,3 +394,7 @@ def bench(
         click.echo(json.dumps(figures, indent=1))
     else:
         print_tables([bench_table(figures)])
+
+
+serve.callback = _reports_errors(serve.callback)  # type: ignore[arg-type]
+engine.add_command(serve)
