@@ -56,6 +56,7 @@ def load(
     chunk_size: int | None = None,
     cache_tokens: int | None = None,
     cache_bytes: int | None = None,
+    max_context: int | None = None,
     policy: str = "fair",
     prefix_cache: bool = True,
 ) -> Engine:
@@ -64,7 +65,8 @@ def load(
     `threads`: None takes what the machine allows. `weights`: "mmap" shares pages between processes, "copy"
     reads them into this one. `check` hashes every file first. `max_sequences`, `token_budget`, `chunk_size`:
     see `LoopLimits`, as for `policy` and `prefix_cache`. The key/value cache takes `cache_tokens` tokens, or `cache_bytes`
-    (1 GiB unless given); no more than max_sequences sequences can use.
+    (1 GiB unless given); no more than max_sequences sequences can use. `max_context` bounds the tokens of a sequence further
+    than the engine itself does.
     """
     if weights not in ("mmap", "copy"):
         raise InputError(
@@ -77,6 +79,7 @@ def load(
         "chunk_size": chunk_size,
         "cache_tokens": cache_tokens,
         "cache_bytes": cache_bytes,
+        "max_context": max_context,
     }
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -104,6 +107,7 @@ def load(
             chunk_size=chunk_size,
             cache_tokens=cache_tokens,
             cache_bytes=cache_bytes,
+            max_context=max_context,
             policy=policy,
             prefix_cache=prefix_cache,
         )
@@ -125,6 +129,7 @@ class Engine:
         chunk_size: int | None = None,
         cache_tokens: int | None = None,
         cache_bytes: int | None = None,
+        max_context: int | None = None,
         policy: str = "fair",
         prefix_cache: bool = True,
     ) -> None:
@@ -141,7 +146,14 @@ class Engine:
                 expected=f"a whole number from 1 to {MOST_CONTEXT:,}",
                 action="build the engine again with `optimize`",
             )
-        self.max_context: int = longest
+        if max_context is not None and max_context > longest:
+            raise InputError(
+                "max_context is more than the engine was built for",
+                found=max_context,
+                expected=f"at most {longest}",
+                action="leave it out, or build the engine again with a larger max_context",
+            )
+        self.max_context: int = max_context or longest
         self.tokenizer = Tokenizer(artifact.path) if "tokenizer.json" in artifact else None
         token_budget = max(token_budget, max_sequences)
         pages = plan_pages(

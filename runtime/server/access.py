@@ -113,7 +113,8 @@ class Access:
         answers = self.service.responses
         answers[route, status] = answers.get((route, status), 0) + 1
         self.service.disconnects += notes.get("ended") == "disconnected"
-        if scope["path"] in _OPEN or not request_log.isEnabledFor(logging.INFO):
+        looks = scope["method"] == "GET" and status < 400  # probes and the live page ask every second
+        if looks or scope["path"] in _OPEN or not request_log.isEnabledFor(logging.INFO):
             return
         line: dict[str, Any] = {
             "event": "request",

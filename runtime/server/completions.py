@@ -15,7 +15,7 @@ from ..request import Request
 from .errors import ApiError, api_error, not_computed
 from .exchange import Exchange
 from .logprobs import CompletionLogprobs
-from .prepare import Job, Prompt, make_job, structured
+from .prepare import Job, Prompt, make_job, structured, too_long
 from .schemas import CompletionRequest, parse
 from .settings import Limits
 
@@ -114,6 +114,8 @@ def _prompt(engine: Engine, value: Any, where: str, special: bool) -> Prompt:
             return Prompt(engine.tokenizer.encode(value, add_special_tokens=special), value, where)
         except RequestError as error:
             raise api_error(error, where) from error
+    if isinstance(value, list) and len(value) >= engine.loop.limits.max_context:
+        raise too_long(engine, len(value), where)
     if isinstance(value, list) and all(type(token) is int for token in value):
         return Prompt(value, None, where)
     raise ApiError(400, f"{where} must be a string or a list of token ids", param=where, code="invalid_type")

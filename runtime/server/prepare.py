@@ -19,7 +19,7 @@ from .errors import ApiError, api_error
 from .schemas import SamplingFields
 from .settings import Limits
 
-__all__ = ["Job", "Prompt", "json_constraint", "make_job", "structured"]
+__all__ = ["Job", "Prompt", "json_constraint", "make_job", "structured", "too_long"]
 
 
 @dataclass(frozen=True)
@@ -203,15 +203,8 @@ def _check_ids(engine: Engine, options: SamplingOptions) -> None:
 
 
 def _check_length(engine: Engine, prompt: Prompt) -> None:
-    most = engine.loop.limits.max_context - 1
-    if len(prompt.ids) > most:
-        raise ApiError(
-            400,
-            f"the prompt is too long (found: {len(prompt.ids):,} tokens; expected: at most {most:,}, since the context "
-            f"of {most + 1:,} holds the prompt and the new tokens)",
-            param=prompt.field,
-            code="context_length_exceeded",
-        )
+    if len(prompt.ids) >= engine.loop.limits.max_context:
+        raise too_long(engine, len(prompt.ids), prompt.field)
     beyond = engine.vocab_size
     if prompt.text is None and any(token >= beyond or token < 0 for token in prompt.ids):
         bad = next(token for token in prompt.ids if token >= beyond or token < 0)
@@ -223,6 +216,18 @@ def _check_length(engine: Engine, prompt: Prompt) -> None:
         )
     if not prompt.ids:
         raise ApiError(400, "the prompt is empty (expected: at least one token)", param=prompt.field)
+
+
+def too_long(engine: Engine, length: int, where: str) -> ApiError:
+    """Return the answer to a prompt of `length` tokens that the context cannot hold."""
+    most = engine.loop.limits.max_context
+    return ApiError(
+        400,
+        f"the prompt is too long (found: {length:,} tokens; expected: at most {most - 1:,}, since the context of {most:,} "
+        "holds the prompt and the new tokens)",
+        param=where,
+        code="context_length_exceeded",
+    )
 
 
 # --------------------------------------------------------------------------------------------- constraints

@@ -30,7 +30,7 @@ from .logs import configure
 from .service import Service
 from .settings import Settings
 
-__all__ = ["serve"]
+__all__ = ["HttpServer", "load_engine", "serve"]
 
 _log = logging.getLogger(__name__)
 _GRACE = 3  # seconds in which connections must close after the last answer
@@ -51,12 +51,23 @@ def load_engine(settings: Settings) -> Engine:
     )
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server with signals that drain."""
+class HttpServer(uvicorn.Server):
+    """uvicorn's server with signals that drain; `loading` makes the engine, in a thread of its own."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, loading: Callable[[], Engine]) -> None:
+    def __init__(self, settings: Settings, loading: Callable[[], Engine]) -> None:
+        self.service = Service(settings)
+        config = uvicorn.Config(
+            create_app(self.service),
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_GRACE,
+            timeout_keep_alive=75,
+        )
         super().__init__(config)
-        self._service = service
         self._loading = loading
         self._stopping: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -72,11 +83,19 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
-        self._tasks = [asyncio.create_task(self._load()), asyncio.create_task(self._service.watch())]
-        for server in self.servers:
-            for socket in server.sockets:
-                host, port = socket.getsockname()[:2]
-                _log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        self._tasks = [asyncio.create_task(self._load()), asyncio.create_task(self.service.watch())]
+        for host, port in self.addresses:
+            _log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where the server listens, once it has started."""
+        return [socket.getsockname()[:2] for server in self.servers for socket in server.sockets]
+
+    def stop(self) -> None:
+        """Begin to drain, as the first signal does; safe from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_stopping)
 
     async def _load(self) -> None:
         """Load in a thread of its own: the event loop answers /health meanwhile."""
@@ -97,13 +116,11 @@ class _Server(uvicorn.Server):
             engine = await done
         except Exception as error:
             self.failure = error
-            self._service.phase = "failed"
+            self.service.phase = "failed"
             self.should_exit = True
             return
-        self._service.adopt(engine)
-        _log.info(
-            "ready: %s is served as %s", self._service.settings.engine, self._service.settings.model_name
-        )
+        self.service.adopt(engine)
+        _log.info("ready: %s is served as %s", self.service.settings.engine, self.service.settings.model_name)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -134,28 +151,28 @@ class _Server(uvicorn.Server):
 
     def _begin_stopping(self) -> None:
         if self._stopping is None:
-            _log.info("draining for at most %g s", self._service.settings.drain)
+            _log.info("draining for at most %g s", self.service.settings.drain)
             self._stopping = asyncio.create_task(self._stop())
 
     async def _stop(self) -> None:
-        await self._service.drain(self._service.settings.drain)
+        await self.service.drain(self.service.settings.drain)
         self.should_exit = True
 
     def _stop_now(self) -> None:
-        self._service.interrupt_all()
+        self.service.interrupt_all()
         self.should_exit = self.force_exit = True
 
     async def shutdown(self, sockets: Any = None) -> None:
-        self._service.interrupt_all()
+        self.service.interrupt_all()
         for _ in range(_GRACE * 50):
-            if not self._service.exchanges or self.force_exit:
+            if not self.service.exchanges or self.force_exit:
                 break
             await asyncio.sleep(0.02)
         await super().shutdown(sockets)
         for task in self._tasks:
             task.cancel()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._service.close(), _GRACE)
+            await asyncio.wait_for(self.service.close(), _GRACE)
 
 
 def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
@@ -173,19 +190,7 @@ def serve(settings: Settings, loading: Callable[[], Engine] | None = None) -> in
     `loading` makes the engine, in a thread of its own (by default from the folder `settings.engine`).
     """
     configure()
-    service = Service(settings)
-    config = uvicorn.Config(
-        create_app(service),
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        timeout_graceful_shutdown=_GRACE,
-        timeout_keep_alive=75,
-    )
-    server = _Server(config, service, loading or (lambda: load_engine(settings)))
+    server = HttpServer(settings, loading or (lambda: load_engine(settings)))
     try:
         server.run()
     except SystemExit as error:
