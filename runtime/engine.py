@@ -327,14 +327,28 @@ class Engine:
         """Return the text and the token ids of a prompt as `generate` takes it; safe from any thread."""
         if not chat and not isinstance(prompt, str):
             return None, check_token_ids("prompt", prompt)
+        if not chat:
+            return prompt, self.encode_text(prompt)
         if self.tokenizer is None:
             raise RequestError("the engine has no tokenizer", action="give prompts as lists of token ids")
-        if not chat:
-            return prompt, self.tokenizer.encode(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         defaults = {"add_generation_prompt": not (chat_options or {}).get("continue_final_message", False)}
         text = self.tokenizer.render_chat(messages, **{**defaults, **(chat_options or {})})
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+        return text, self.encode_text(text, add_special_tokens=False)
+
+    def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. One that the context can never hold is refused before it is encoded."""
+        if self.tokenizer is None:
+            raise RequestError("the engine has no tokenizer", action="give prompts as lists of token ids")
+        fewest = self.tokenizer.fewest_tokens(text)
+        if fewest >= self.max_context:
+            raise RequestError(
+                "the prompt is too long",
+                found=f"{len(text):,} characters, which are {fewest:,} tokens at least",
+                expected=f"at most {self.max_context - 1:,} tokens",
+                action="shorten the prompt, or build the engine with a larger max_context",
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def stop_at_special_tokens(self, options: SamplingOptions) -> SamplingOptions:
         """A stop string that spells a special token never shows up in the text: stop at the token."""

@@ -12,6 +12,7 @@ A stream of tokens cannot be decoded token by token: characters span tokens, and
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,6 +98,21 @@ class Tokenizer:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError("the text is not valid Unicode", found=str(error)) from error
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least, without encoding it; 0 where nothing is known."""
+        return len(text) // self._longest_piece if self._longest_piece else 0
+
+    @functools.cached_property
+    def _longest_piece(self) -> int:
+        """The most characters that one token can stand for; 0 where text may shrink before it is cut into tokens."""
+        inner = self._tokenizer
+        added = inner.get_added_tokens_decoder().values()
+        if inner.normalizer is not None or self._stream_kind is not _ByteLevelStream:
+            return 0
+        if any(token.lstrip or token.rstrip for token in added):
+            return 0
+        return max(len(piece) for piece in inner.get_vocab(with_added_tokens=True))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`. Ids that the tokenizer does not know add nothing."""

@@ -126,7 +126,7 @@ def _tools(
     if form is None:
         raise ApiError(
             400,
-            "the model's chat template defines no tool calls that are known here "
+            "tools cannot be used: the model's chat template defines no tool calls that are known here "
             f"(known: {', '.join(known.name for known in FORMATS)})",
             param="tools",
             code="unsupported_parameter",

@@ -108,10 +108,8 @@ def _prompts(engine: Engine, given: Any, special: bool, limits: Limits) -> list[
 
 def _prompt(engine: Engine, value: Any, where: str, special: bool) -> Prompt:
     if isinstance(value, str):
-        if engine.tokenizer is None:
-            raise ApiError(400, "the engine has no tokenizer: send token ids", param=where)
         try:
-            return Prompt(engine.tokenizer.encode(value, add_special_tokens=special), value, where)
+            return Prompt(engine.encode_text(value, special), value, where)
         except RequestError as error:
             raise api_error(error, where) from error
     if isinstance(value, list) and len(value) >= engine.loop.limits.max_context:
