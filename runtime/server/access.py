@@ -50,6 +50,9 @@ class Access:
         id_ = _request_id(headers.get(b"x-request-id"))
         notes: dict[str, Any] = {}
         scope["enginewright.notes"] = notes
+        scope["enginewright.send"] = (
+            send  # bodies go straight out: the layers between only look at the start of an answer
+        )
         status = 0
 
         async def tagged(message: Message) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..engine import Engine
 from ..loop import FINISH_ERROR
 from .conversations import check_tools, render
 from .errors import ApiError, api_error, not_computed
-from .exchange import Exchange
+from .exchange import Exchange, quote
 from .logprobs import chat_logprobs
 from .prepare import Job, json_constraint, make_job, structured
 from .schemas import ChatRequest, parse
@@ -217,7 +216,7 @@ def _call(form: ToolFormat, call: Call) -> dict[str, Any]:
 
 async def _stream(exchange: Exchange, job: Job, stream: Stream, engine: Engine) -> None:
     known = {"id": job.id, "object": "chat.completion.chunk", "created": job.created, "model": job.model}
-    head = json.dumps(known, ensure_ascii=False)[:-1]
+    head = quote(known)[:-1]
     tail = ', "usage": null}' if job.include_usage else "}"
     streams: dict[int, _ToolStream] = {}
     begun: set[int] = set()
@@ -239,16 +238,16 @@ async def _stream(exchange: Exchange, job: Job, stream: Stream, engine: Engine) 
             await say(index, '{"role": "assistant", "content": ""}')
         if plain:
             if delta.text:
-                await say(index, f'{{"content": {json.dumps(delta.text, ensure_ascii=False)}}}')
+                await say(index, f'{{"content": {quote(delta.text)}}}')
         else:
             await _say_parts(say, streams[index], delta, job, engine)
         if delta.finish_reason is not None:
             reason = delta.finish_reason
             if reason == "stop" and streams[index].calls:
                 reason = "tool_calls"
-            await say(index, "{}", reason=json.dumps(reason))
+            await say(index, "{}", reason=quote(reason))
     if job.include_usage:
-        await exchange.event(json.dumps({**known, "choices": [], "usage": job.usage()}, ensure_ascii=False))
+        await exchange.event(quote({**known, "choices": [], "usage": job.usage()}))
     await exchange.event("[DONE]")
     await exchange.end_events()
 
@@ -259,12 +258,12 @@ async def _say_parts(say: Any, tools: _ToolStream, delta: Delta, job: Job, engin
     if job.extra["logprobs"] and delta.token_ids:
         assert engine.tokenizer is not None
         made = chat_logprobs(engine.tokenizer, delta.token_ids, delta.logprobs, delta.top_logprobs)
-        logprobs = json.dumps(made, ensure_ascii=False)
+        logprobs = quote(made)
     changes = tools.changes(delta.text, delta.finish_reason is not None)
     if not changes and logprobs != "null":
         changes = [{"content": ""}]
     for change in changes:
-        await say(delta.index, json.dumps(change, ensure_ascii=False), logprobs)
+        await say(delta.index, quote(change), logprobs)
         logprobs = "null"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from ..engine import Engine
 from ..loop import FINISH_ERROR
 from ..request import Request
 from .errors import ApiError, api_error, not_computed
-from .exchange import Exchange
+from .exchange import Exchange, quote
 from .logprobs import CompletionLogprobs
 from .prepare import Job, Prompt, make_job, structured, too_long
 from .schemas import CompletionRequest, parse
@@ -182,7 +181,7 @@ def _raw_prompt_logprobs(request: Request) -> list[dict[str, Any] | None]:
 
 
 async def _stream(exchange: Exchange, job: Job, stream: Any, engine: Engine) -> None:
-    head = json.dumps(_head(job), ensure_ascii=False)[:-1]
+    head = quote(_head(job))[:-1]
     usage = ', "usage": null' if job.include_usage else ""
     makers: dict[int, CompletionLogprobs] = {}
     async for delta in stream:
@@ -197,15 +196,14 @@ async def _stream(exchange: Exchange, job: Job, stream: Any, engine: Engine) -> 
             logprobs = _delta_logprobs(job, engine, makers[delta.index], delta, begins)
         if not text and logprobs is None and delta.finish_reason is None:
             continue
+        said = "null" if logprobs is None else quote(logprobs)
+        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
         await exchange.event(
-            f'{head}, "choices": [{{"index": {delta.index}, "text": {json.dumps(text, ensure_ascii=False)}, '
-            f'"logprobs": {json.dumps(logprobs, ensure_ascii=False)}, '
-            f'"finish_reason": {json.dumps(delta.finish_reason)}}}]{usage}}}'
+            f'{head}, "choices": [{{"index": {delta.index}, "text": {quote(text)}, "logprobs": {said}, '
+            f'"finish_reason": {reason}}}]{usage}}}'
         )
     if job.include_usage:
-        await exchange.event(
-            json.dumps({**_head(job), "choices": [], "usage": job.usage()}, ensure_ascii=False)
-        )
+        await exchange.event(quote({**_head(job), "choices": [], "usage": job.usage()}))
     await exchange.event("[DONE]")
     await exchange.end_events()
 

@@ -28,9 +28,12 @@ from .prepare import Job
 if TYPE_CHECKING:
     from .service import Service
 
-__all__ = ["Exchange", "Handler", "read_body"]
+__all__ = ["Exchange", "Handler", "quote", "read_body"]
 
 Handler = Callable[["Exchange", bytes], Awaitable[None]]
+
+quote = json.JSONEncoder(ensure_ascii=False).encode
+"""JSON of one value, made once: json.dumps makes an encoder every time."""
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS = 2.0  # seconds that a client gets to take the error that ends its stream
@@ -80,9 +83,11 @@ class Exchange(Response):
         self._interrupted: ApiError | None = None
         self._work: asyncio.Task[None] | None = None
         self._send: Send
+        self._send_body: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
+        self._send_body = scope.get("enginewright.send", send)
         self.notes = scope.setdefault("enginewright.notes", {})
         limits = self.service.settings.limits
         try:
@@ -170,8 +175,8 @@ class Exchange(Response):
         """Send one server-sent event; `data` is one line."""
         if not self._started:
             await self.start_events()
-        head = f"event: {name}\n" if name is not None else ""
-        await self._write(f"{head}data: {data}\n\n".encode("utf-8", "replace"), True)
+        text = f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n"
+        await self._write(text.encode("utf-8", "replace"), True)
 
     async def start_events(self) -> None:
         """Begin a stream of events."""
@@ -201,7 +206,7 @@ class Exchange(Response):
 
     async def _write(self, content: bytes, more: bool) -> None:
         self.writing_since = time.monotonic()
-        await self._send({"type": "http.response.body", "body": content, "more_body": more})
+        await self._send_body({"type": "http.response.body", "body": content, "more_body": more})
         self.writing_since = None
 
 

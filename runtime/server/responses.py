@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..loop import FINISH_ERROR
 from .chat import format_constraint
 from .conversations import render
 from .errors import ApiError, not_computed
-from .exchange import Exchange
+from .exchange import Exchange, quote
 from .prepare import Job, make_job, structured
 from .schemas import ResponsesRequest, parse
 
@@ -171,7 +170,7 @@ async def _stream(exchange: Exchange, job: Job, stream: Stream) -> None:
         nonlocal number
         event = {"type": kind, "sequence_number": number, **values}
         number += 1
-        await exchange.event(json.dumps(event, ensure_ascii=False), kind)
+        await exchange.event(quote(event), kind)
 
     at = {"item_id": job.extra["item"], "output_index": 0, "content_index": 0}
     await say("response.created", response=_response(job, None, None))
