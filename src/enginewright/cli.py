@@ -118,6 +118,12 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     "[default: the recipe's, self]",
 )
 @click.option(
+    "--adapter",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Merge the LoRA adapter in this folder (as PEFT writes it) into the model.",
+)
+@click.option(
     "--dump",
     type=click.Path(path_type=Path, file_okay=False),
     help="Write the graph after every pass to this folder.",
@@ -151,6 +157,7 @@ def optimize(
     backend: str,
     overrides: tuple[str, ...],
     calibration: str | None,
+    adapter: Path | None,
     dump: Path | None,
     report: Path | None,
     force: bool,
@@ -175,6 +182,7 @@ def optimize(
         backend=backend,
         overrides=overrides,
         calibration=calibration,
+        adapter=adapter,
         dump=dump,
         report=report,
         force=force,
