@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from enginewright.recipes.errors import RequestError
-
 from ..async_engine import Delta, Stream
 from ..constraints import Constraint
 from ..engine import Engine
 from ..loop import FINISH_ERROR
 from .conversations import check_tools, render
-from .errors import ApiError, api_error, not_computed
+from .errors import ApiError, not_computed
 from .exchange import Exchange, quote
 from .logprobs import chat_logprobs
-from .prepare import Job, json_constraint, make_job, structured
+from .prepare import Demand, Job, demand, json_constraint, make_job, structured
 from .schemas import ChatRequest, parse
 from .settings import Limits
 from .tools import FORMATS, Call, ToolFormat, ToolParser
@@ -112,7 +110,7 @@ def _variables(engine: Engine, body: ChatRequest) -> dict[str, Any] | None:
 
 def _tools(
     form: ToolFormat | None, body: ChatRequest, limits: Limits
-) -> tuple[ToolFormat | None, list[dict[str, Any]] | None, Constraint | None]:
+) -> tuple[ToolFormat | None, list[dict[str, Any]] | None, Demand | None]:
     """Return the format, the tools that the template is to show, and what a demanded call must look like."""
     choice = body.tool_choice
     if not body.tools:
@@ -140,10 +138,7 @@ def _tools(
             param="tool_choice",
             code="unsupported_parameter",
         )
-    try:
-        return form, body.tools, Constraint.lark(grammar)
-    except RequestError as error:
-        raise api_error(error, "tools") from error
+    return form, body.tools, demand(Constraint.lark, grammar, "tools")
 
 
 def _chosen(choice: Any, functions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -170,7 +165,7 @@ def _shown(engine: Engine, form: ToolFormat | None) -> frozenset[int]:
     return frozenset(token for token in ids if token is not None)
 
 
-def _response_format(body: ChatRequest, limits: Limits) -> Constraint | None:
+def _response_format(body: ChatRequest, limits: Limits) -> Demand | None:
     wanted = body.response_format
     if wanted is None:
         return None
@@ -178,11 +173,13 @@ def _response_format(body: ChatRequest, limits: Limits) -> Constraint | None:
     return format_constraint(wanted.type, schema, "response_format.json_schema.schema", limits)
 
 
-def format_constraint(kind: str, schema: Any, where: str, limits: Limits) -> Constraint | None:
+def format_constraint(kind: str, schema: Any, where: str, limits: Limits) -> Demand | None:
     """Return the constraint of a format: "text", "json_object" or "json_schema"."""
     if kind == "text":
         return None
-    return Constraint.json_object() if kind == "json_object" else json_constraint(schema, where, limits)
+    if kind == "json_object":
+        return Demand(Constraint.json_object(), where.rpartition(".")[0])
+    return json_constraint(schema, where, limits)
 
 
 # -------------------------------------------------------------------------------------------- the answer

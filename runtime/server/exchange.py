@@ -144,6 +144,10 @@ class Exchange(Response):
     async def submit(self, job: Job) -> Stream:
         """Hand the job to the engine. Use the stream in an `async with` block."""
         self.notes["job"] = job
+        if job.constraint is not None:
+            grammar = await self.service.compile(job.constraint)
+            for request in job.requests:
+                request.grammar = grammar
         stream = await self.service.engine.submit(
             job.requests, texts=job.texts, shown=job.shown, label=job.id
         )

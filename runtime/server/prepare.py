@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from .errors import ApiError, api_error
 from .schemas import SamplingFields
 from .settings import Limits
 
-__all__ = ["Job", "Prompt", "json_constraint", "make_job", "structured", "too_long"]
+__all__ = ["Demand", "Job", "Prompt", "demand", "json_constraint", "make_job", "structured", "too_long"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,14 @@ class Prompt:
 
     ids: list[int]
     text: str | None
+    field: str
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A constraint, and the field that asked for it."""
+
+    constraint: Constraint
     field: str
 
 
@@ -44,6 +52,7 @@ class Job:
     stream: bool
     include_usage: bool
     shown: frozenset[int] = frozenset()
+    constraint: Demand | None = None  # to be compiled
     extra: dict[str, Any] = field(default_factory=dict)  # what the endpoint itself needs later
 
     @property
@@ -93,7 +102,7 @@ def make_job(
     choices: int | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
-    constraint: Constraint | None = None,
+    constraint: Demand | None = None,
     shown: frozenset[int] = frozenset(),
     include_usage: bool = False,
 ) -> Job:
@@ -113,7 +122,7 @@ def make_job(
         "logit_bias": _bias(getattr(body, "logit_bias", None), limits),
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
-        "constraint": constraint,
+        "constraint": None if constraint is None else constraint.constraint,
     }
     try:
         options = SamplingOptions(**values)
@@ -140,6 +149,7 @@ def make_job(
         stream=bool(body.stream),
         include_usage=include_usage,
         shown=shown,
+        constraint=constraint,
     )
 
 
@@ -233,7 +243,7 @@ def too_long(engine: Engine, length: int, where: str) -> ApiError:
 # --------------------------------------------------------------------------------------------- constraints
 
 
-def structured(body: SamplingFields, limits: Limits) -> Constraint | None:
+def structured(body: SamplingFields, limits: Limits) -> Demand | None:
     """Return the constraint that `structured_outputs` asks for."""
     wanted = body.structured_outputs
     if wanted is None:
@@ -252,30 +262,29 @@ def structured(body: SamplingFields, limits: Limits) -> Constraint | None:
             param="structured_outputs",
         )
     where = f"structured_outputs.{named[0]}"
+    if named[0] == "json":
+        return json_constraint(wanted.json_, where, limits)
+    if named[0] == "json_object":
+        return Demand(Constraint.json_object(), where)
+    text = given[named[0]]
+    _check_size(text, where, limits)
+    return demand(Constraint.regex if named[0] == "regex" else Constraint.lark, text, where)
+
+
+def demand(make: Callable[[Any], Constraint], value: Any, where: str) -> Demand:
+    """Return the constraint that `make` makes of `value`, which the field `where` holds."""
     try:
-        if named[0] == "json":
-            return json_constraint(wanted.json_, where, limits)
-        if named[0] == "json_object":
-            return Constraint.json_object()
-        _check_size(given[named[0]], where, limits)
-        return (
-            Constraint.regex(wanted.regex or "")
-            if named[0] == "regex"
-            else Constraint.lark(wanted.grammar or "")
-        )
+        return Demand(make(value), where)
     except RequestError as error:
         raise api_error(error, where) from error
 
 
-def json_constraint(schema: Any, where: str, limits: Limits) -> Constraint:
+def json_constraint(schema: Any, where: str, limits: Limits) -> Demand:
     """Return the constraint of a JSON schema; `where` is its field."""
     if schema is None:
         raise ApiError(400, f"{where} is missing", param=where, code="missing_required_parameter")
     _check_size(schema if isinstance(schema, str) else json.dumps(schema), where, limits)
-    try:
-        return Constraint.json_schema(schema)
-    except RequestError as error:
-        raise api_error(error, where) from error
+    return demand(Constraint.json_schema, schema, where)
 
 
 def _check_size(text: Any, where: str, limits: Limits) -> None:

@@ -9,10 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from enginewright.recipes.errors import RequestError
+
 from ..async_engine import AsyncEngine
+from ..constraints import Grammar
 from ..engine import Engine
-from .errors import ApiError
+from .errors import ApiError, api_error
 from .exchange import Exchange
+from .prepare import Demand
 from .settings import Settings
 from .tools import ToolFormat, recognise
 
@@ -42,6 +46,7 @@ class Service:
         self._engine: AsyncEngine | None = None
         self._small = ThreadPoolExecutor(2, thread_name_prefix="enginewright-prepare")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="enginewright-prepare-large")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="enginewright-compile")
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -122,6 +127,7 @@ class Service:
         """Stop the engine and release it."""
         self._small.shutdown(wait=False, cancel_futures=True)
         self._large.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         if self._engine is not None:
             await self._engine.close()
 
@@ -131,6 +137,14 @@ class Service:
         """Run `function` away from the event loop: parsing, templates, tokenising. `size` of the request in bytes."""
         pool = self._small if size <= _SMALL_BODY else self._large
         return await asyncio.get_running_loop().run_in_executor(pool, function, *values)
+
+    async def compile(self, demand: Demand) -> Grammar:
+        """Compile a constraint, in a thread of its own; ApiError 400 when it cannot be."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._compiling, self.engine.engine.compile, demand.constraint)
+        except RequestError as error:
+            raise api_error(error, demand.field) from error
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 when a request names a model that is not served here."""
