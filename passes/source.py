@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from enginewright.passes.adapter import Adapter
 from enginewright.passes.checkpoint import HuggingFaceFolder, Source
 from enginewright.passes.weights import Weight
 from enginewright.recipes.errors import InputError
@@ -29,8 +30,18 @@ _LOCAL_KEYS = ("is_local", "local_files_only", "name_or_path", "_commit_hash", "
 _SAMPLES = ("Hello, world! 12 + 3\n\tx = 'é 日本語 👩‍👩‍👧'", " two  spaces", "")
 
 
-def open_source(model: str | os.PathLike[str]) -> ModelSource:
-    """Open a model by path or hub name. Raises InputError for what is not a causal language model on this disk."""
+def open_source(model: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None) -> ModelSource:
+    """Open a model by path or hub name, with a LoRA adapter's folder to be merged into it.
+
+    Raises InputError for what is not a causal language model on this disk, or not such an adapter.
+    """
+    source = _open(model)
+    if adapter is not None:
+        source.adapter = Adapter(Path(adapter).expanduser())
+    return source
+
+
+def _open(model: str | os.PathLike[str]) -> ModelSource:
     path = Path(model).expanduser()
     if not path.exists():
         path = _from_hub(str(model))
@@ -61,6 +72,7 @@ class ModelSource:
 
     def __init__(self, weights: Source) -> None:
         self._weights = weights
+        self.adapter: Adapter | None = None
         self.path = weights.path
         self.config = weights.config
         self.name = self.path.stem if self.path.is_file() else self.path.resolve().name
@@ -69,7 +81,11 @@ class ModelSource:
 
     def bind(self, model: Any) -> tuple[dict[str, Weight], list[str]]:
         """Weights for every name in the meta model's `state_dict()`, tied ones as one object, and notes."""
-        return self._weights.bind(model)
+        weights, notes = self._weights.bind(model)
+        if self.adapter is None:
+            return weights, notes
+        merged, note = self.adapter.merge(model, weights)
+        return merged, [*notes, note]
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -141,10 +157,12 @@ class ModelSource:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over sizes and samples of the files, to tell models apart without reading all of them."""
-        if self.path.is_file():
-            return _fingerprint([self.path])
         kinds = (".json", ".safetensors", ".bin", ".model", ".jinja")
-        return _fingerprint(file for file in sorted(self.path.iterdir()) if file.suffix in kinds)
+        files = [self.path] if self.path.is_file() else sorted(self.path.iterdir())
+        own = _fingerprint(file for file in files if self.path.is_file() or file.suffix in kinds)
+        if self.adapter is None:
+            return own
+        return hashlib.sha256(f"{own}{self.adapter.fingerprint}".encode()).hexdigest()
 
 
 def _gguf(path: Path) -> Source:
@@ -171,7 +189,7 @@ def _adapter(path: Path) -> InputError:
         f"{path} is an adapter, not a model",
         found=f"adapter_config.json{f' for {base}' if base else ''}",
         expected="a whole model",
-        action="merge it first: peft's merge_and_unload(), then save_pretrained()",
+        action="name the whole model, and give this folder as --adapter",
     )
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -25,14 +25,14 @@ from enginewright.backends.artifact import Artifact, open_engine
 from enginewright.backends.base import Executor
 from enginewright.recipes.errors import ArtifactError, InputError, RequestError
 
+from .answer import Answer, TextDelta
 from .constraints import Constraint, ConstraintCompiler, Grammar
 from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
 from .memory import plan_pages
 from .pages import GroupSpec
 from .policies import get_policy
 from .request import Completion, Request, SamplingOptions, check_token_ids
-from .stop import StopMatcher
-from .text import IncrementalDetokenizer, Tokenizer
+from .text import Tokenizer
 
 __all__ = ["Engine", "TextDelta", "load"]
 
@@ -43,20 +43,6 @@ MOST_CONTEXT = 1 << 24  # page tables of longer contexts would not fit in memory
 
 _log = logging.getLogger(__name__)
 SCORED_ROWS = 128  # logit rows of a step when scoring; with a vocabulary of 262,144 a row takes 1 MiB
-
-
-@dataclass(frozen=True)
-class TextDelta:
-    """A piece of one prompt's answer: `text` follows what came before, `token_ids` are the ids since the last piece.
-
-    The last piece of a prompt carries its `finish_reason` (and `error`, for "error"); `text` may be empty.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    error: RequestError | None = None
 
 
 def load(
@@ -70,6 +56,7 @@ def load(
     chunk_size: int | None = None,
     cache_tokens: int | None = None,
     cache_bytes: int | None = None,
+    max_context: int | None = None,
     policy: str = "fair",
     prefix_cache: bool = True,
 ) -> Engine:
@@ -78,7 +65,8 @@ def load(
     `threads`: None takes what the machine allows. `weights`: "mmap" shares pages between processes, "copy"
     reads them into this one. `check` hashes every file first. `max_sequences`, `token_budget`, `chunk_size`:
     see `LoopLimits`, as for `policy` and `prefix_cache`. The key/value cache takes `cache_tokens` tokens, or `cache_bytes`
-    (1 GiB unless given); no more than max_sequences sequences can use.
+    (1 GiB unless given); no more than max_sequences sequences can use. `max_context` bounds the tokens of a sequence further
+    than the engine itself does.
     """
     if weights not in ("mmap", "copy"):
         raise InputError(
@@ -91,6 +79,7 @@ def load(
         "chunk_size": chunk_size,
         "cache_tokens": cache_tokens,
         "cache_bytes": cache_bytes,
+        "max_context": max_context,
     }
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -118,6 +107,7 @@ def load(
             chunk_size=chunk_size,
             cache_tokens=cache_tokens,
             cache_bytes=cache_bytes,
+            max_context=max_context,
             policy=policy,
             prefix_cache=prefix_cache,
         )
@@ -139,6 +129,7 @@ class Engine:
         chunk_size: int | None = None,
         cache_tokens: int | None = None,
         cache_bytes: int | None = None,
+        max_context: int | None = None,
         policy: str = "fair",
         prefix_cache: bool = True,
     ) -> None:
@@ -155,7 +146,14 @@ class Engine:
                 expected=f"a whole number from 1 to {MOST_CONTEXT:,}",
                 action="build the engine again with `optimize`",
             )
-        self.max_context: int = longest
+        if max_context is not None and max_context > longest:
+            raise InputError(
+                "max_context is more than the engine was built for",
+                found=max_context,
+                expected=f"at most {longest}",
+                action="leave it out, or build the engine again with a larger max_context",
+            )
+        self.max_context: int = max_context or longest
         self.tokenizer = Tokenizer(artifact.path) if "tokenizer.json" in artifact else None
         token_budget = max(token_budget, max_sequences)
         pages = plan_pages(
@@ -278,7 +276,7 @@ class Engine:
         chat: bool,
         chat_options: Mapping[str, Any] | None,
         errors: str,
-    ) -> list[_Answer]:
+    ) -> list[Answer]:
         """Submit every prompt; on errors="raise" none stays queued when one cannot be served."""
         listed = _list_prompts(prompts, chat)
         several = isinstance(seed, (Sequence, np.ndarray)) and not isinstance(seed, str)
@@ -287,8 +285,8 @@ class Engine:
             raise RequestError(
                 "there must be one seed, or one a prompt", found=len(seeds), expected=len(listed)
             )
-        options = self._stop_at_special_tokens(options)
-        answers: list[_Answer] = []
+        options = self.stop_at_special_tokens(options)
+        answers: list[Answer] = []
         try:
             for index, (prompt, own_seed) in enumerate(zip(listed, seeds, strict=True)):
                 answers.append(
@@ -307,11 +305,11 @@ class Engine:
         chat: bool,
         chat_options: Mapping[str, Any] | None,
         errors: str,
-    ) -> _Answer:
+    ) -> Answer:
         text: str | None = None
         request = Request([], options)
         try:
-            text, ids = self._encode(prompt, chat, chat_options)
+            text, ids = self.encode(prompt, chat, chat_options)
             request = Request(ids, options)
             with self._lock:
                 self._check_open()
@@ -321,23 +319,38 @@ class Engine:
                 raise
             request.error = error
             self.loop.finish(request, FINISH_ERROR)
-        return _Answer(index, text, request, self.tokenizer)
+        return Answer(index, text, request, self.tokenizer)
 
-    def _encode(
-        self, prompt: Any, chat: bool, chat_options: Mapping[str, Any] | None
+    def encode(
+        self, prompt: Any, chat: bool = False, chat_options: Mapping[str, Any] | None = None
     ) -> tuple[str | None, list[int]]:
+        """Return the text and the token ids of a prompt as `generate` takes it; safe from any thread."""
         if not chat and not isinstance(prompt, str):
             return None, check_token_ids("prompt", prompt)
+        if not chat:
+            return prompt, self.encode_text(prompt)
         if self.tokenizer is None:
             raise RequestError("the engine has no tokenizer", action="give prompts as lists of token ids")
-        if not chat:
-            return prompt, self.tokenizer.encode(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         defaults = {"add_generation_prompt": not (chat_options or {}).get("continue_final_message", False)}
         text = self.tokenizer.render_chat(messages, **{**defaults, **(chat_options or {})})
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+        return text, self.encode_text(text, add_special_tokens=False)
 
-    def _stop_at_special_tokens(self, options: SamplingOptions) -> SamplingOptions:
+    def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. One that the context can never hold is refused before it is encoded."""
+        if self.tokenizer is None:
+            raise RequestError("the engine has no tokenizer", action="give prompts as lists of token ids")
+        fewest = self.tokenizer.fewest_tokens(text)
+        if fewest >= self.max_context:
+            raise RequestError(
+                "the prompt is too long",
+                found=f"{len(text):,} characters, which are {fewest:,} tokens at least",
+                expected=f"at most {self.max_context - 1:,} tokens",
+                action="shorten the prompt, or build the engine with a larger max_context",
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def stop_at_special_tokens(self, options: SamplingOptions) -> SamplingOptions:
         """A stop string that spells a special token never shows up in the text: stop at the token."""
         if self.tokenizer is None:
             if options.stop:
@@ -355,7 +368,7 @@ class Engine:
             )
         return self._compiler.compile(constraint)
 
-    def _drive(self, answers: list[_Answer]) -> Iterator[TextDelta]:
+    def _drive(self, answers: list[Answer]) -> Iterator[TextDelta]:
         """Step the loop until every answer is complete; yield what is new."""
         by_request = {answer.request: answer for answer in answers}
         try:
@@ -378,7 +391,7 @@ class Engine:
         finally:
             self._abort(answers)
 
-    def _abort(self, answers: list[_Answer]) -> None:
+    def _abort(self, answers: list[Answer]) -> None:
         with self._lock:
             for answer in answers:
                 self.loop.finish(answer.request)
@@ -458,78 +471,3 @@ def _list_prompts(prompts: Prompts, chat: bool) -> list[Any]:
         return []
     one = isinstance(listed[0], Mapping) if chat else isinstance(listed[0], (int, np.integer))
     return [listed] if one else listed
-
-
-class _Answer:
-    """One prompt's request with its way back to text."""
-
-    def __init__(self, index: int, prompt: str | None, request: Request, tokenizer: Tokenizer | None) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.request = request
-        self._detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer is not None else None
-        self._tokenizer = tokenizer
-        self._matcher = StopMatcher(request.options.stop, request.options.include_stop)
-        self._taken = 0  # generated ids that have been turned into text
-        self._pieces: list[str] = []
-        self._ended = False
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the text met a stop string."""
-        return self._matcher.stopped
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `take` would return something."""
-        request = self.request
-        return not self._ended and (
-            request.finished or len(request.tokens) - request.prompt_length > self._taken
-        )
-
-    def take(self) -> TextDelta | None:
-        """Return what is new since the last call; None when nothing is."""
-        request = self.request
-        if not self.has_news:
-            return None
-        new = request.tokens[request.prompt_length + self._taken :]
-        self._taken += len(new)
-        text = self._text(new)
-        reason = FINISH_STOP if self.stopped else request.finish_reason
-        self._ended = reason is not None
-        self._pieces.append(text)
-        return TextDelta(self.index, text, new, reason, request.error if reason == FINISH_ERROR else None)
-
-    def _text(self, new: list[int]) -> str:
-        if self._detokenizer is None:
-            return ""
-        shown = self._matcher.push(self._detokenizer.push(new))
-        if self.request.finished and not self.stopped:
-            shown += self._matcher.push(self._detokenizer.finish())
-        if self.request.finished and not self.stopped:
-            shown += self._matcher.finish() + self._special_stop()
-        return shown
-
-    def _special_stop(self) -> str:
-        """The text of a special token that was asked for as a stop string, where it is to be included."""
-        request = self.request
-        options = request.options
-        if not options.include_stop or request.finish_reason != FINISH_STOP or self._tokenizer is None:
-            return ""
-        return next(
-            (text for text in options.stop if self._tokenizer.special_id(text) == request.tokens[-1]), ""
-        )
-
-    def completion(self) -> Completion:
-        """The whole answer, once it has ended."""
-        request = self.request
-        reason = FINISH_STOP if self.stopped else request.finish_reason
-        return Completion(
-            prompt=self.prompt,
-            prompt_token_ids=request.tokens[: request.prompt_length],
-            token_ids=request.output,
-            logprobs=request.logprobs,
-            text="".join(self._pieces),
-            finish_reason=reason or "",
-            error=request.error,
-        )

@@ -12,6 +12,7 @@ A stream of tokens cannot be decoded token by token: characters span tokens, and
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from .chat_template import ChatTemplate
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
 _INVALID = "\ufffd"
+_LONG_TEXT = 20_000  # characters; encoding that many takes about 10 ms
 _CLEAN_UP = (  # transformers' clean_up_tokenization, in its order
     (" .", "."),
     (" ?", "?"),
@@ -80,12 +82,37 @@ class Tokenizer:
         """Return the text of tokenizer.json, as this tokenizer uses it."""
         return self._tokenizer.to_str()
 
+    @property
+    def hidden_ids(self) -> frozenset[int]:
+        """The special tokens, which decoding leaves out."""
+        return frozenset(self._special_ids)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; `add_special_tokens` adds what the model puts around a text, such as `<bos>`."""
+        """Return the ids of `text`; `add_special_tokens` adds what the model puts around a text, such as `<bos>`.
+
+        A long text is encoded without holding Python's lock, so that other threads go on.
+        """
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG_TEXT:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError("the text is not valid Unicode", found=str(error)) from error
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least, without encoding it; 0 where nothing is known."""
+        return len(text) // self._longest_piece if self._longest_piece else 0
+
+    @functools.cached_property
+    def _longest_piece(self) -> int:
+        """The most characters that one token can stand for; 0 where text may shrink before it is cut into tokens."""
+        inner = self._tokenizer
+        added = inner.get_added_tokens_decoder().values()
+        if inner.normalizer is not None or self._stream_kind is not _ByteLevelStream:
+            return 0
+        if any(token.lstrip or token.rstrip for token in added):
+            return 0
+        return max(len(piece) for piece in inner.get_vocab(with_added_tokens=True))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`. Ids that the tokenizer does not know add nothing."""
@@ -111,6 +138,24 @@ class Tokenizer:
             )
         return self.chat_template.render(messages, **options)
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that `token` alone stands for: part of a character, perhaps; a special token's own text."""
+        piece = self.piece(token, False)
+        if piece is None:
+            return b""
+        if token in self._special_ids or self._stream_kind is _WholeStream:
+            return piece.encode()
+        if self._stream_kind is _ByteLevelStream:
+            try:
+                return bytes([_BYTE_OF[character] for character in piece])
+            except KeyError:
+                return piece.encode()
+        byte = _byte(piece[3:5]) if len(piece) == 6 and piece[:3] == "<0x" and piece[5] == ">" else None
+        for step in (self._decoder or {})["decoders"]:
+            if step["type"] == "Replace":
+                piece = piece.replace(step["pattern"]["String"], step["content"])
+        return bytes([byte]) if byte is not None else piece.encode()
+
     def piece(self, token: int, skip_special_tokens: bool) -> str | None:
         """Return how the vocabulary spells `token`; None for one that decoding leaves out."""
         try:
@@ -133,15 +178,21 @@ class IncrementalDetokenizer:
 
     Text is held back only while a later token may change it: an unfinished character, or, for byte-fallback
     tokens (`<0xE4>`), the run of bytes, whose decoder turns the whole run into U+FFFD when any part of it is
-    not UTF-8. A run that is invalid already is given out at once.
+    not UTF-8. A run that is invalid already is given out at once. Special tokens are left out, but for those in `shown`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._stream: _Stream = tokenizer._stream_kind(tokenizer, skip_special_tokens)
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> None:
+        self._hidden = tokenizer.hidden_ids - shown if skip_special_tokens and shown else None
+        skips = skip_special_tokens and self._hidden is None
+        self._stream: _Stream = tokenizer._stream_kind(tokenizer, skips)
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add `tokens`; return the text that has become certain."""
         push = self._stream.push
+        if self._hidden is not None:
+            tokens = [token for token in tokens if token not in self._hidden]
         return "".join([push(token) for token in tokens])
 
     def finish(self) -> str:

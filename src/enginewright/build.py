@@ -75,6 +75,7 @@ def optimize(
     backend: str = "cpu",
     overrides: Iterable[str] = (),
     calibration: str | os.PathLike[str] | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     dump: str | os.PathLike[str] | None = None,
     report: str | os.PathLike[str] | None = None,
     force: bool = False,
@@ -85,9 +86,10 @@ def optimize(
     """Build the engine of `model` by `recipe` into the folder `out`.
 
     `model` is a Hugging Face folder, a `.gguf` file, or a hub name (needs a network). `overrides` are `key=value` changes of
-    recipe fields; `calibration` is the recipe's `calibration.source`: a file of text, or `self`. `dump` is a folder that
-    receives the graph after every pass; `report` one that receives layers.csv and layers.png: what rounding cost each unit.
-    `force` replaces an engine at `out`. `ledger` is told what every matrix is stored as.
+    recipe fields; `calibration` is the recipe's `calibration.source`: a file of text, or `self`; `adapter` is the folder of a
+    LoRA adapter, which is merged into the model. `dump` is a folder that receives the graph after every pass; `report` one
+    that receives layers.csv and layers.png: what rounding cost each unit. `force` replaces an engine at `out`. `ledger` is
+    told what every matrix is stored as.
 
     Raises InputError and its kin for what cannot be used, and VerificationError when the engine's answers leave the recipe's
     limits (then nothing is published, unless `allow_unverified`).
@@ -100,11 +102,7 @@ def optimize(
         resolved = replace(resolved, calibration=given)
     check_calibration(resolved)
     target = get_backend(backend)
-    out = (
-        Path(out)
-        if out is not None
-        else Path("engines") / f"{Path(model).name.removesuffix('.gguf')}-{resolved.name}"
-    )
+    out = Path(out) if out is not None else Path("engines") / _default_name(model, adapter, resolved)
     if dump is not None:
         try:
             Path(dump).mkdir(parents=True, exist_ok=True)
@@ -119,9 +117,11 @@ def optimize(
         ledger = ledger or Ledger()
     with _ONE_AT_A_TIME, ArtifactWriter(out, force=force) as writer:
         with progress.stage("open") as record:
-            source = open_source(model)
+            source = open_source(model, adapter)
             gate = target.gate(resolved, source)
-            record.detail = source.name
+            record.detail = source.name + (
+                f" with {source.adapter.name}" if source.adapter is not None else ""
+            )
         samples = _samples_of_file(source, resolved, progress)
         with progress.stage("capture") as record:
             program = capture(source, max_context=resolved.max_context)
@@ -166,6 +166,13 @@ def optimize(
         build["seconds"] = {record.name: round(record.seconds, 3) for record in progress.records}
         path = writer.publish(manifest, build)
     return BuildReport(path, open_engine(path).manifest, passes, time.perf_counter() - started, layers)
+
+
+def _default_name(
+    model: str | os.PathLike[str], adapter: str | os.PathLike[str] | None, recipe: Recipe
+) -> str:
+    merged = f"-{Path(adapter).resolve().name}" if adapter is not None else ""
+    return f"{Path(model).name.removesuffix('.gguf')}{merged}-{recipe.name}"
 
 
 def _costs(
@@ -247,11 +254,14 @@ def _manifest(program: Program, source: ModelSource, recipe: Recipe, backend: Ba
         group.update(format=recipe.kv_cache.format, page_size=recipe.kv_cache.page_size)
     resolved = recipe.resolved()
     resolved["calibration"]["source"] = Path(recipe.calibration.source).name  # no path of this machine
+    model = {**facts, "source": source.name}
+    if source.adapter is not None:
+        model["adapter"] = {"name": source.adapter.name, "sha256": source.adapter.fingerprint}
     return {
         "enginewright_version": __version__,
         "backend": backend.name,
         "target": backend.target,
-        "model": {**facts, "source": source.name},
+        "model": model,
         "recipe": resolved,
         "kv_groups": groups,
         "io": {

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from enginewright.recipes.errors import EnginewrightError, InputError
+from enginewright.serving import serve
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -117,6 +118,12 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     "[default: the recipe's, self]",
 )
 @click.option(
+    "--adapter",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Merge the LoRA adapter in this folder (as PEFT writes it) into the model.",
+)
+@click.option(
     "--dump",
     type=click.Path(path_type=Path, file_okay=False),
     help="Write the graph after every pass to this folder.",
@@ -150,6 +157,7 @@ def optimize(
     backend: str,
     overrides: tuple[str, ...],
     calibration: str | None,
+    adapter: Path | None,
     dump: Path | None,
     report: Path | None,
     force: bool,
@@ -174,6 +182,7 @@ def optimize(
         backend=backend,
         overrides=overrides,
         calibration=calibration,
+        adapter=adapter,
         dump=dump,
         report=report,
         force=force,
@@ -393,3 +402,7 @@ def bench(
         click.echo(json.dumps(figures, indent=1))
     else:
         print_tables([bench_table(figures)])
+
+
+serve.callback = _reports_errors(serve.callback)  # type: ignore[arg-type]
+engine.add_command(serve)

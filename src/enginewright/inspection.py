@@ -203,6 +203,7 @@ def engine_tables(artifact: Artifact) -> list[Table]:
     facts = _table("engine", "", "")
     rows = {
         "model": f"{model['source']} ({model['architecture'] or model['model_type']})",
+        **({"adapter": model["adapter"]["name"]} if "adapter" in model else {}),
         "parameters": f"{model['parameters'] / 1e6:,.1f} M",
         "layers, width, vocabulary": f"{model['num_layers']}, {model['hidden_size']}, {model['vocab_size']:,}",
         "longest context": f"{model['max_context']:,} tokens",

@@ -176,7 +176,7 @@ def test_things_that_are_no_model(tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    with pytest.raises(InputError, match=r"(?s)is an adapter.*org/base.*merge"):
+    with pytest.raises(InputError, match=r"(?s)is an adapter.*org/base.*--adapter"):
         open_source(adapter)
     (adapter / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(InputError, match="is an adapter"):

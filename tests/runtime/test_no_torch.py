@@ -39,6 +39,13 @@ def test_every_module_of_the_runtime_imports_without_torch():
     behind_the_wall(imports + "\nimport enginewright.backends.cpu.executor")
 
 
+def test_the_server_imports_without_torch():
+    pytest.importorskip("fastapi")
+    names = sorted(path.stem for path in (RUNTIME / "server").glob("*.py") if path.stem != "__init__")
+    assert "app" in names
+    behind_the_wall("\n".join(f"import enginewright.runtime.server.{name}" for name in names))
+
+
 def test_an_engine_generates_without_torch():
     pytest.importorskip("torch")
     engines = pytest.importorskip("tests.engines")

@@ -1,0 +1,110 @@
+"""From a request's token ids back to text: pieces as they become certain, stop strings, the whole at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from enginewright.recipes.errors import RequestError
+
+from .loop import FINISH_ERROR, FINISH_STOP
+from .request import Completion, Request
+from .stop import StopMatcher
+from .text import IncrementalDetokenizer, Tokenizer
+
+__all__ = ["Answer", "TextDelta"]
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """A piece of one prompt's answer: `text` follows what came before, `token_ids` are the ids since the last piece.
+
+    The last piece of a prompt carries its `finish_reason` (and `error`, for "error"); `text` may be empty.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    error: RequestError | None = None
+
+
+class Answer:
+    """One prompt's request with its way back to text; `shown` are special tokens that stay in the text."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: str | None,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.request = request
+        self._detokenizer = IncrementalDetokenizer(tokenizer, shown=shown) if tokenizer is not None else None
+        self._tokenizer = tokenizer
+        self._matcher = StopMatcher(request.options.stop, request.options.include_stop)
+        self._taken = 0  # generated ids that have been turned into text
+        self._pieces: list[str] = []
+        self._ended = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text met a stop string."""
+        return self._matcher.stopped
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would return something."""
+        request = self.request
+        return not self._ended and (
+            request.finished or len(request.tokens) - request.prompt_length > self._taken
+        )
+
+    def take(self) -> TextDelta | None:
+        """Return what is new since the last call; None when nothing is."""
+        request = self.request
+        if not self.has_news:
+            return None
+        new = request.tokens[request.prompt_length + self._taken :]
+        self._taken += len(new)
+        text = self._text(new)
+        reason = FINISH_STOP if self.stopped else request.finish_reason
+        self._ended = reason is not None
+        self._pieces.append(text)
+        return TextDelta(self.index, text, new, reason, request.error if reason == FINISH_ERROR else None)
+
+    def _text(self, new: list[int]) -> str:
+        if self._detokenizer is None:
+            return ""
+        shown = self._matcher.push(self._detokenizer.push(new))
+        if self.request.finished and not self.stopped:
+            shown += self._matcher.push(self._detokenizer.finish())
+        if self.request.finished and not self.stopped:
+            shown += self._matcher.finish() + self._special_stop()
+        return shown
+
+    def _special_stop(self) -> str:
+        """The text of a special token that was asked for as a stop string, where it is to be included."""
+        request = self.request
+        options = request.options
+        if not options.include_stop or request.finish_reason != FINISH_STOP or self._tokenizer is None:
+            return ""
+        return next(
+            (text for text in options.stop if self._tokenizer.special_id(text) == request.tokens[-1]), ""
+        )
+
+    def completion(self) -> Completion:
+        """The whole answer, once it has ended."""
+        request = self.request
+        reason = FINISH_STOP if self.stopped else request.finish_reason
+        return Completion(
+            prompt=self.prompt,
+            prompt_token_ids=request.tokens[: request.prompt_length],
+            token_ids=request.output,
+            logprobs=request.logprobs,
+            text="".join(self._pieces),
+            finish_reason=reason or "",
+            error=request.error,
+        )

@@ -1,0 +1,469 @@
+"""The engine for asyncio: one thread steps the loop, any number of tasks wait for their text.
+
+    async with AsyncEngine(load("engines/smollm2-int4")) as engine:
+        stream = await engine.generate("The capital of France is", max_tokens=16)
+        async for delta in stream:
+            print(delta.text, end="")
+
+Commands (submit, cancel) reach the thread through a mailbox that it empties between steps, so a request that is cancelled
+gives its pages back before the next step. Text goes the other way: what a reader has not taken yet is merged into one
+pending piece a choice, so a slow reader costs memory for its own text alone, and loses nothing.
+
+An Engine that was handed to an AsyncEngine belongs to it: nobody else may step its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from types import TracebackType
+from typing import Any, TypeVar
+
+from enginewright.recipes.errors import RequestError
+
+from .answer import Answer
+from .engine import Engine
+from .figures import Figures
+from .loop import FINISH_ABORT, FINISH_ERROR, FINISH_STOP
+from .request import Request, SamplingOptions
+
+__all__ = ["AsyncEngine", "Delta", "EngineDied", "Overloaded", "Stream"]
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+
+class Overloaded(RequestError):
+    """Too many requests are unfinished; the same request may be served later."""
+
+
+class EngineDied(RequestError):
+    """The thread that steps the loop has ended; nothing is served any more."""
+
+
+@dataclass
+class Delta:
+    """A piece of choice `index`: text and tokens since the last piece. The last piece has a `finish_reason`.
+
+    `logprobs` has one value a token; `top_logprobs` one list of (id, log-probability) a token, or nothing where none
+    were asked for. `error` comes with the reason "error".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: RequestError | None = None
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One request on its way: where its text goes, and when it last said something (monotonic seconds)."""
+
+    stream: Stream
+    answer: Answer
+    arrived: float
+    since: float
+    taken: int = 0
+
+
+class Stream:
+    """The answers to requests that were submitted together: `async for delta in stream`.
+
+    `requests[i]` is choice i of the deltas. Leave it early with `cancel()`, or use it in an `async with` block.
+    """
+
+    def __init__(
+        self, owner: AsyncEngine, answers: Sequence[Answer], loop: asyncio.AbstractEventLoop, label: str = ""
+    ) -> None:
+        self.answers = list(answers)
+        self.label = label
+        self.first_token_seconds: float | None = (
+            None  # from submission to the first token of the first choice to have one
+        )
+        self._owner = owner
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._pending: dict[int, list[Delta]] = {}
+        self._unfinished = len(self.answers)
+        self._notified = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests, one a choice; the loop changes them."""
+        return [answer.request for answer in self.answers]
+
+    def cancel(self) -> None:
+        """End what is unfinished, before the next step; safe from any thread, and more than once."""
+        if self._unfinished:
+            self._owner._post(lambda: self._owner._abort(self))
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while True:
+            with self._lock:
+                self._notified = False
+                pieces = self._pending.pop(next(iter(self._pending)), None) if self._pending else None
+            if pieces:
+                delta = pieces[0] if len(pieces) == 1 else _merged(pieces)
+                self._unfinished -= delta.finish_reason is not None
+                return delta
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def _put(self, delta: Delta) -> bool:
+        """Add a piece (in the loop's thread); return whether the reader must be told."""
+        with self._lock:
+            pieces = self._pending.setdefault(delta.index, [])
+            pieces.append(delta)
+            if len(pieces) > _MERGE_BEYOND:
+                pieces[:] = [_merged(pieces)]
+            told, self._notified = self._notified, True
+        return not told
+
+    def _tell(self) -> None:
+        """Wake the reader (in its own event loop)."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+_MERGE_BEYOND = 64  # pieces of one choice that wait unread
+
+
+def _merged(pieces: list[Delta]) -> Delta:
+    last = pieces[-1]
+    return Delta(
+        last.index,
+        "".join([piece.text for piece in pieces]),
+        [token for piece in pieces for token in piece.token_ids],
+        [value for piece in pieces for value in piece.logprobs],
+        [best for piece in pieces for best in piece.top_logprobs],
+        last.finish_reason,
+        last.error,
+    )
+
+
+class AsyncEngine:
+    """Serves one Engine to any number of tasks. Use it in an `async with` block, or call `start` and `close`.
+
+    `max_unfinished` bounds the requests that run or wait; one more raises Overloaded.
+    """
+
+    def __init__(self, engine: Engine, *, max_unfinished: int | None = None) -> None:
+        self.engine = engine
+        self.figures = Figures()
+        self.max_unfinished = max_unfinished
+        self.failure: BaseException | None = None
+        self.last_progress = time.monotonic()
+        self._loop = engine.loop
+        self._entries: dict[Request, _Entry] = {}
+        self._mailbox: deque[Callable[[], None]] = deque()
+        self._bell = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="enginewright-loop", daemon=True)
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start the thread that steps the loop."""
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Abort what is unfinished, end the thread after its step, and release the engine."""
+        self._closing = True
+        self._bell.set()
+        if self._thread.ident is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        self.engine.close()
+
+    async def __aenter__(self) -> AsyncEngine:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive() and self.failure is None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is running, waiting, or on its way to the loop."""
+        return not self._entries and not self._mailbox
+
+    @property
+    def unfinished(self) -> int:
+        """How many requests run or wait."""
+        return len(self._entries)
+
+    def in_flight(self, most: int) -> list[tuple[str, Request, float]]:
+        """Return (label, request, monotonic time of arrival) of at most `most` requests; call it in the loop's thread."""
+        found = []
+        for request, entry in islice(self._entries.items(), most):
+            several = len(entry.stream.answers) > 1
+            label = f"{entry.stream.label}-{entry.answer.index}" if several else entry.stream.label
+            found.append((label, request, entry.arrived))
+        return found
+
+    def seconds_without_progress(self) -> float:
+        """Return for how long no step has finished although there is work; 0 when there is none."""
+        return 0.0 if self.idle else max(0.0, time.monotonic() - self.last_progress)
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    async def generate(
+        self,
+        prompt: Any,
+        max_tokens: int | None = None,
+        *,
+        chat: bool = False,
+        chat_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Stream:
+        """Answer one prompt (text, token ids, or with `chat` a message or a conversation); options as in SamplingOptions.
+
+        RequestError when it cannot be served. Encoding is done in another thread.
+        """
+        wanted = SamplingOptions(max_tokens=max_tokens, **options)
+        text, ids = await asyncio.to_thread(self.engine.encode, prompt, chat, chat_options)
+        request = Request(ids, self.engine.stop_at_special_tokens(wanted))
+        return await self.submit([request], texts=[text])
+
+    async def submit(
+        self,
+        requests: Sequence[Request],
+        *,
+        texts: Sequence[str | None] | None = None,
+        shown: frozenset[int] = frozenset(),
+        label: str = "",
+    ) -> Stream:
+        """Queue requests together and return their Stream; RequestError, and none of them is queued, if one cannot be served.
+
+        `texts` are the prompts' texts where known; `shown` are special tokens that stay in the text; `label` names the
+        requests in `in_flight`.
+        """
+        if not requests:
+            raise RequestError("there is nothing to compute", expected="at least one request")
+        if self.max_unfinished is not None and self.unfinished + len(requests) > self.max_unfinished:
+            raise Overloaded(
+                "the server is full",
+                found=f"{self.unfinished} unfinished requests, and {len(requests)} more",
+                expected=f"at most {self.max_unfinished}",
+                action="try again later",
+            )
+        loop = asyncio.get_running_loop()
+        known = texts or [None] * len(requests)
+        answers = [
+            Answer(index, text, request, self.engine.tokenizer, shown)
+            for index, (text, request) in enumerate(zip(known, requests, strict=True))
+        ]
+        stream = Stream(self, answers, loop, label)
+        try:
+            await self.call(lambda: self._admit(stream))
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+        return stream
+
+    async def call(self, function: Callable[[], _Result]) -> _Result:
+        """Run `function` in the loop's thread, between steps, and return what it returns."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[_Result] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if done.done():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = function()
+            except Exception as raised:
+                error = raised
+            _call_soon(loop, settle, result, error)
+
+        if not self.alive:
+            raise self._died()
+        self._post(run)
+        if not self._thread.is_alive():  # it may have ended before it saw the mailbox
+            self._empty_mailbox()
+        return await done
+
+    def _died(self) -> EngineDied:
+        return EngineDied("the engine has stopped", found=repr(self.failure), action="start the server again")
+
+    def _post(self, command: Callable[[], None]) -> None:
+        if self.idle:
+            self.last_progress = time.monotonic()
+        self._mailbox.append(command)
+        self._bell.set()
+
+    # -------------------------------------------------------------------------------------- the loop's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._empty_mailbox()
+                if self._loop.idle:
+                    self._bell.wait()
+                    self._bell.clear()
+                    continue
+                report = self._loop.step()
+                if report.tokens or report.changed:
+                    now = self.last_progress = time.monotonic()
+                    self._publish(report.changed, now)
+                else:  # everything waits for something outside
+                    self._bell.wait(0.001)
+                    self._bell.clear()
+        except BaseException as error:
+            self.failure = error
+            _log.exception("the loop has failed; the engine is dead")
+        self._end_all()
+
+    def _empty_mailbox(self) -> None:
+        while True:
+            try:
+                command = self._mailbox.popleft()
+            except IndexError:
+                return
+            command()
+
+    def _admit(self, stream: Stream) -> None:
+        if self.failure is not None or self._closing:
+            raise self._died()
+        now = time.monotonic()
+        try:
+            for answer in stream.answers:
+                self._loop.submit(answer.request)
+                self._entries[answer.request] = _Entry(stream, answer, now, now)
+                self.figures.prompt_tokens += answer.request.prompt_length
+        except BaseException:
+            for request in stream.requests:
+                if self._entries.pop(request, None) is not None:
+                    self._loop.finish(request)
+            raise
+        self._publish([request for request in stream.requests if request.finished], now)
+
+    def _abort(self, stream: Stream) -> None:
+        ended = [request for request in stream.requests if request in self._entries]
+        for request in ended:
+            self._loop.finish(request, FINISH_ABORT)
+        self._publish(ended, time.monotonic())
+
+    def _publish(self, changed: Sequence[Request], now: float) -> None:
+        """Hand what is new of the changed requests to their streams, and wake the readers."""
+        readers: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
+        tokens = 0
+        for request in changed:
+            entry = self._entries.get(request)
+            if entry is None:
+                continue
+            delta = self._take(entry)
+            if delta is None:
+                continue
+            if delta.token_ids:
+                if entry.taken:
+                    self.figures.next_token.observe(now - entry.since)
+                else:
+                    self.figures.first_token.observe(now - entry.arrived)
+                    if entry.stream.first_token_seconds is None:
+                        entry.stream.first_token_seconds = now - entry.arrived
+                entry.since = now
+                entry.taken += len(delta.token_ids)
+                tokens += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                del self._entries[request]
+                self.figures.finished[delta.finish_reason] += 1
+            if entry.stream._put(delta):
+                readers.setdefault(entry.stream._loop, []).append(entry.stream)
+        if tokens:
+            self.figures.step(now, tokens)
+        for loop, streams in readers.items():
+            _call_soon(loop, _tell_all, streams)
+
+    def _take(self, entry: _Entry) -> Delta | None:
+        """Return what is new of one request; its text meets a stop string here, and only it suffers from a fault here."""
+        request = entry.answer.request
+        try:
+            piece = entry.answer.take()
+        except Exception as error:
+            _log.exception("a request's text could not be made")
+            self._loop.finish(request, FINISH_ERROR)
+            failed = RequestError(
+                "the answer's text could not be made", found=f"{type(error).__name__}: {error}"
+            )
+            request.error = failed
+            return Delta(entry.answer.index, "", [], [], [], FINISH_ERROR, failed)
+        if piece is None:
+            return None
+        if entry.answer.stopped and not request.finished:
+            self._loop.finish(request, FINISH_STOP)
+        past = entry.taken + len(piece.token_ids)
+        return Delta(
+            piece.index,
+            piece.text,
+            piece.token_ids,
+            request.logprobs[entry.taken : past],
+            request.top_logprobs[entry.taken : past] if request.top_logprobs else [],
+            piece.finish_reason,
+            piece.error,
+        )
+
+    def _end_all(self) -> None:
+        """The thread is ending: everything unfinished ends, and nobody waits for an answer that will not come."""
+        reason = FINISH_ABORT if self.failure is None else FINISH_ERROR
+        for request, entry in list(self._entries.items()):
+            try:
+                self._loop.finish(request, reason)
+            except Exception:
+                _log.exception("a request could not be ended")
+            error = self._died() if self.failure is not None else None
+            if entry.stream._put(Delta(entry.answer.index, "", [], [], [], reason, error)):
+                _call_soon(entry.stream._loop, entry.stream._tell)
+        self._entries.clear()
+        self._closing = True
+        self._empty_mailbox()
+
+
+def _tell_all(streams: list[Stream]) -> None:
+    for stream in streams:
+        stream._tell()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *values: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(function, *values)
+    except RuntimeError:  # the reader's event loop is closed: nobody waits
+        _log.debug("a reader has gone with its event loop")

@@ -1,0 +1,76 @@
+"""Log-probabilities in OpenAI's two shapes: chat's list of objects, and the parallel lists of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..request import TopLogprobs
+from ..text import IncrementalDetokenizer, Tokenizer
+
+__all__ = ["CompletionLogprobs", "chat_logprobs"]
+
+
+def _spelled(tokenizer: Tokenizer, token: int) -> str:
+    """Return the token's text; one that is part of a character is spelled as OpenAI does, `bytes:\\xe2\\x82`."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token)
+    return {"token": _spelled(tokenizer, token), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > -9999.0 else -9999.0  # JSON has no infinity; OpenAI says -9999
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs]
+) -> dict[str, Any]:
+    """Return chat's `logprobs` object of some generated tokens; `top` is empty where none were asked for."""
+    content = []
+    for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+        best = [_entry(tokenizer, *pair) for pair in top[place]] if top else []
+        content.append({**_entry(tokenizer, token, logprob), "top_logprobs": best})
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """Makes the `logprobs` object of a completion, piece by piece; `offset` is where its text begins in the choice's."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._offset = offset
+
+    def take(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float | None],
+        top: Sequence[TopLogprobs | None],
+    ) -> dict[str, Any]:
+        """Return the object of the next tokens; a log-probability is None for the first token of a prompt."""
+        tokens, offsets = [], []
+        for token in ids:
+            tokens.append(_spelled(self._tokenizer, token))
+            offsets.append(self._offset)
+            self._offset += len(self._detokenizer.push([token]))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if value is None else _finite(value) for value in logprobs],
+            "top_logprobs": [self._best(best) for best in top] if top else None,
+            "text_offset": offsets,
+        }
+
+    def _best(self, best: TopLogprobs | None) -> dict[str, float] | None:
+        if best is None:
+            return None
+        named: dict[str, float] = {}
+        for token, logprob in best:
+            named.setdefault(_spelled(self._tokenizer, token), _finite(logprob))
+        return named
