@@ -110,9 +110,27 @@ def make_app(seen: Seen, key: str | None = None) -> FastAPI:
     async def complete(request: Request) -> Any:
         body = await request.json()
         seen.bodies.append(body)
+        if isinstance(body["prompt"], list):
+            return refused(request) or StreamingResponse(_tokens(body), media_type="text/event-stream")
         return refused(request) or _answer(seen, body["prompt"], False)
 
+    @app.get("/v1/models")
+    async def models(request: Request) -> Any:
+        return refused(request) or {"object": "list", "data": [{"id": "smollm2", "object": "model"}]}
+
     return app
+
+
+async def _tokens(body: dict[str, Any]) -> AsyncIterator[str]:
+    """As many pieces as tokens are asked for; a prompt that begins with token 9 fails after two of them."""
+    for place in range(body["max_tokens"]):
+        if place == 2 and body["prompt"][0] == 9:
+            yield 'data: {"error": {"message": "the page pool is on fire"}}\n\n'
+            return
+        yield f"data: {json.dumps({'choices': [{'index': 0, 'text': f' w{place}', 'finish_reason': None}]})}\n\n"
+        await asyncio.sleep(0.001)
+    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+    yield f"data: {json.dumps({'choices': [], 'usage': usage})}\r\n\r\ndata: [DONE]\n\n"
 
 
 def _answer(seen: Seen, asked: str, chat: bool) -> Any:
