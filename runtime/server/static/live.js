@@ -149,7 +149,7 @@ function redraw() {
 
 function connection(state, text, problem = "") {
   const link = get("link");
-  if (link.dataset.state !== state) [link.dataset.state, link.textContent] = [state, text];
+  if (link.textContent !== text) [link.dataset.state, link.textContent] = [state, text];
   get("problem").hidden = !problem;
   get("problem").textContent = problem;
 }
@@ -175,7 +175,8 @@ async function poll(headers) {
     addSample(status);
     showMaps(status.kv_groups);
     showRequests(status.requests, status.running + status.waiting);
-    connection("up", "connected");
+    const phase = status.phase ?? "ready";
+    connection(phase === "ready" ? "up" : "waiting", phase === "ready" ? "connected" : phase);
   } catch (error) {
     addSample(null);
     const unreachable = error instanceof TypeError || error.name === "TimeoutError";
