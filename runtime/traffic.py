@@ -19,6 +19,7 @@ from enginewright.recipes.errors import RequestError
 from .engine import Engine
 from .http_client import HttpError, Target, get_json, post_events
 from .request import Request, SamplingOptions
+from .statistics import LoopStatistics
 from .workload import Arrival
 
 __all__ = ["Run", "Sample", "Served", "play_in_process", "play_over_http"]
@@ -42,13 +43,16 @@ class Served:
 
 @dataclass(frozen=True)
 class Sample:
-    """One step: when it ended, its length (s), tokens and sequences computed, requests waiting after it."""
+    """One step: when it ended, its length (s), tokens and sequences computed, requests waiting after it, and the cache's token
+    slots after it: `reserved` by requests, and `used` of them."""
 
     at: float
     seconds: float
     tokens: int
     sequences: int
     waiting: int
+    reserved: int
+    used: int
 
 
 @dataclass
@@ -74,8 +78,8 @@ def play_in_process(engine: Engine, arrivals: Sequence[Arrival], told: Told = la
     clock = time.perf_counter
     served = {}
     samples: list[Sample] = []
-    preemptions = ended = 0
-    due = 0
+    before = loop.statistics()
+    due = ended = 0
     started = clock()
     while due < len(arrivals) or not loop.idle:
         now = clock() - started
@@ -89,12 +93,20 @@ def play_in_process(engine: Engine, arrivals: Sequence[Arrival], told: Told = la
             if due < len(arrivals):
                 time.sleep(max(0.0, arrivals[due].at - now))
             continue
-        before = clock()
+        began = clock()
         report = loop.step()
-        after = clock()
-        now = after - started
+        now = clock() - started
+        seen = loop.statistics()
         samples.append(
-            Sample(now, after - before, report.tokens, report.sequences, len(loop.scheduler.waiting))
+            Sample(
+                now,
+                now + started - began,
+                report.tokens,
+                report.sequences,
+                seen.waiting,
+                seen.reserved_slots,
+                seen.used_slots,
+            )
         )
         for request in report.changed:
             record = served[request]
@@ -104,12 +116,21 @@ def play_in_process(engine: Engine, arrivals: Sequence[Arrival], told: Told = la
             if request.finished and not record.finished:
                 record.finished = now
                 record.error = str(request.error) if request.error is not None else None
-                preemptions += request.preemptions
                 ended += 1
                 told(ended)
-    run = Run(list(served.values()), clock() - started, samples)
-    run.facts["preemptions"] = preemptions
-    return run
+    return Run(list(served.values()), clock() - started, samples, _facts(before, loop.statistics(), samples))
+
+
+def _facts(before: LoopStatistics, after: LoopStatistics, samples: Sequence[Sample]) -> dict[str, Any]:
+    """What the loop counted between two looks. `waste`: the share of reserved cache slots that no token was in."""
+    asked = after.prefix_queried_tokens - before.prefix_queried_tokens
+    reserved = sum(sample.reserved for sample in samples)
+    return {
+        "tokens_computed": after.tokens_computed - before.tokens_computed,
+        "preemptions": after.preemptions - before.preemptions,
+        "prefix_hit_rate": (after.prefix_hit_tokens - before.prefix_hit_tokens) / asked if asked else None,
+        "waste": 1 - sum(sample.used for sample in samples) / reserved if reserved else None,
+    }
 
 
 def _ids(engine: Engine, prompt: tuple[int, ...] | str) -> list[int]:
@@ -121,8 +142,9 @@ def _ids(engine: Engine, prompt: tuple[int, ...] | str) -> list[int]:
 
 
 def _submit(engine: Engine, arrival: Arrival, ids: list[int]) -> tuple[Request, Served]:
-    request = Request(ids, SamplingOptions(max_tokens=arrival.max_tokens, ignore_eos=True))
-    request.priority = arrival.priority
+    request = Request(
+        ids, SamplingOptions(max_tokens=arrival.max_tokens, ignore_eos=True), priority=arrival.priority
+    )
     record = Served(arrival, prompt_tokens=len(ids))
     try:
         engine.loop.submit(request)

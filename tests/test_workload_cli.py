@@ -49,6 +49,33 @@ def test_json_has_the_figures_and_every_request(built: Path) -> None:
     assert all(1 <= row["new_tokens"] <= 6 and 2 <= row["prompt_tokens"] <= 20 for row in run["requests"])
 
 
+def test_policies_stand_side_by_side(built: Path, tmp_path: Path) -> None:
+    arguments = (
+        "--workload",
+        "burst",
+        *FEW,
+        "--burst",
+        6,
+        "--max-sequences",
+        2,
+        "--policy",
+        "latency, static",
+    )
+    shown = bench(built, *arguments, "--plot", tmp_path / "policies.svg")
+    assert shown.exit_code == 0, shown.output
+    assert next(line.split() for line in shown.output.splitlines() if line.startswith("figure")) == [
+        "figure",
+        "latency",
+        "static",
+    ]
+    assert "latency" in (tmp_path / "policies.svg").read_text()
+    runs = json.loads(bench(built, *arguments, "--json").stdout)["runs"]
+    assert [run["policy"] for run in runs] == ["latency", "static"]
+    assert runs[1]["figures"]["tokens_computed"] > runs[0]["figures"]["tokens_computed"]  # the padding
+    unknown = bench(built, "--workload", "burst", "--policy", "latency,fast")
+    assert unknown.exit_code == 2 and "no such scheduling policy" in unknown.output
+
+
 def test_a_file_and_a_server(built: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(

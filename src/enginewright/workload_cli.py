@@ -86,6 +86,7 @@ def bench_workload(context: click.Context) -> None:
     """Play the workload that `context`'s options name, and print what was measured."""
     from enginewright.inspection import print_tables
     from enginewright.runtime.latency import figures, per_request
+    from enginewright.runtime.policies import get_policy
     from enginewright.runtime.workload import WORKLOADS
 
     from .workload_report import check_plot, plot_workload, workload_table
@@ -100,6 +101,8 @@ def bench_workload(context: click.Context) -> None:
     if chosen["plot"] is not None:
         check_plot(chosen["plot"])
     policies = [part.strip() for part in chosen["policy"].split(",")] if chosen["policy"] else [""]
+    for policy in filter(None, policies):
+        get_policy(policy)
     arrivals, model = _arrivals(context)
     played = []
     for policy in policies:

@@ -153,7 +153,7 @@ def test_the_figures_are_those_of_their_definitions() -> None:
     late = Served(Arrival(1.0, (1,) * 20, 2), 20, 2, [3.0, 3.1], 3.1)
     alone = Served(Arrival(2.0, (1,), 1), 1, 1, [2.25], 2.25)
     failed = Served(Arrival(0.0, (1,), 9), 1, 3, [9.0, 9.5, 9.9], 9.9, "broken")
-    samples = [Sample(0.5, 0.5, 10, 1, 0), Sample(0.9, 0.1, 3, 3, 1)]
+    samples = [Sample(0.5, 0.5, 10, 1, 0, 16, 10), Sample(0.9, 0.1, 3, 3, 1, 32, 13)]
     run = Run([early, late, alone, failed], 4.0, samples, {"preemptions": 2})
     got = figures(run, slo_ttft=500, slo_itl=150)
     assert (got["requests"], got["failed"], got["seconds"]) == (4, 1, 3.1)
@@ -205,10 +205,26 @@ def test_a_workload_is_played_to_its_end(engine: Engine) -> None:
         assert served.arrival.at < served.times[0] and served.times == sorted(served.times)
         assert served.times[-1] == served.finished
     computed = sum(served.prompt_tokens + served.new_tokens - 1 for served in run.served)
-    assert sum(sample.tokens for sample in run.samples) == computed
+    assert sum(sample.tokens for sample in run.samples) == computed == run.facts["tokens_computed"]
+    assert all(sample.used <= sample.reserved for sample in run.samples) and 0 < run.facts["waste"] < 1
+    assert run.facts["preemptions"] == 0 and run.facts["prefix_hit_rate"] == 0
     assert max(sample.sequences for sample in run.samples) == 4 and run.samples[0].waiting
     assert engine.loop.idle
     engine.loop.scheduler.check_invariants()
+
+
+def test_what_was_counted_is_this_run_s_own(engine: Engine) -> None:
+    arrivals = [Arrival(0.0, tuple(range(3, 60)), 2)]
+    assert play_in_process(engine, arrivals).facts["prefix_hit_rate"] == 0
+    again = play_in_process(engine, arrivals)
+    assert again.facts["prefix_hit_rate"] > 0.5 and again.facts["tokens_computed"] < 30
+
+
+def test_priorities_reach_the_scheduler(tiny: Path) -> None:
+    with enginewright.load(tiny, threads=1, max_sequences=1) as engine:
+        run = play_in_process(engine, [Arrival(0.0, (5, 6), 3, priority) for priority in (0, 2, 1)])
+    first = [served.times[0] for served in run.served]
+    assert first[0] < first[2] < first[1]
 
 
 def test_no_request_is_taken_up_before_its_time(engine: Engine) -> None:
