@@ -368,8 +368,8 @@ def main(
     if "formats" in chosen:
         print("formats", file=sys.stderr)
         paths = {name: engine_of(model, name, folder) for name in ("bf16", "int8")}
-        sizes: tuple[Any, ...] = ((1, 2), 16, 4) if small else ((1, 4, 16, 32), 512, 64)
-        found["formats"] = compare_formats(paths, *sizes, rounds, threads)
+        batches, prompt, tokens = ((1, 2), 16, 4) if small else ((1, 4, 16, 32), 512, 64)
+        found["formats"] = compare_formats(paths, batches, prompt, tokens, rounds, threads)
         tables.append(report_formats(found["formats"]))
     console = Console(width=120)
     for table in tables:

@@ -41,7 +41,7 @@ export function drawLines(canvas, series, span, top) {
   if (!width) return;
   const most = Math.max(...series.flat().filter((value) => value !== null), 0);
   const scale = top ?? (most > 0 ? roundUp(most) : 1);
-  const [left, bottom] = [34, height - 4];
+  const [left, bottom] = [38, height - 4];
   const x = (index, length) => width - 1 - ((length - 1 - index) / (span - 1)) * (width - left - 1);
   const y = (value) => bottom - (value / scale) * (bottom - 7);
   pen.font = "11px system-ui, sans-serif";

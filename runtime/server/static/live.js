@@ -6,7 +6,7 @@ const PATIENCE = 5000;  // ms until a question counts as unanswered
 const SPANS = [60, 120, 300];  // samples that a chart is wide, and keeps at last: one, two, five minutes
 
 const get = (id) => document.getElementById(id);
-const percent = (share) => (share === null || share === undefined ? null : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`);
+const percent = (share) => (share === null || share === undefined ? null : `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)}%`);
 
 // Each chart: its title, one or two lines with the value of a status, and a unit.
 const CHARTS = [
