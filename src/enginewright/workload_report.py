@@ -104,7 +104,7 @@ def plot_workload(
     """Four panels, a colour a policy: how first tokens and gaps are spread; tokens/s and requests present over time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(11, 7.4), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -123,14 +123,16 @@ def plot_workload(
     ):
         panel.axvline(limit, color=_INK, linewidth=0.9, linestyle=":")
         panel.set(
-            xlabel=f"{label} (dotted: the objective)",
+            xlabel=f"{label} (dotted: the limit)",
             ylabel="share at most so long",
             ylim=(0, 1.02),
             xscale="log",
         )
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panels[1, 0].set(xlabel="seconds", ylabel="new tokens/s", ylim=(0, None))
-    panels[1, 1].set(xlabel="seconds", ylabel="requests in the engine", ylim=(0, None))
+    panels[1, 1].set(xlabel="seconds", ylabel="requests present", ylim=(0, None))
     for panel in panels.flat:
         panel.grid(color="#dcdcd6", linewidth=0.6)
         panel.set_axisbelow(True)
@@ -148,7 +150,7 @@ def _shares(panel: Any, values: Sequence[float], name: str, colour: str) -> None
     panel.plot(ordered, shares, color=colour, label=name, linewidth=1.6, drawstyle="steps-post")
 
 
-def _throughput(run: Run, windows: int = 40) -> tuple[list[float], list[float]]:
+def _throughput(run: Run, windows: int = 24) -> tuple[list[float], list[float]]:
     """New tokens a second in each of some windows of equal length."""
     times = [at for served in run.served for at in served.times]
     end = max(times, default=1e-3)
