@@ -28,6 +28,8 @@ def test_a_wheel_from_the_sdist_serves_without_torch(tmp_path: Path) -> None:
     names = run(sys.executable, "-m", "zipfile", "-l", wheel)
     for name in ("enginewright/recipes/int4.yaml", "enginewright/verification.txt", "enginewright/py.typed"):
         assert name in names
+    for path in (ROOT / "runtime" / "server" / "static").iterdir():
+        assert f"enginewright/runtime/server/static/{path.name}" in names
     folders = ("passes/", "runtime/", "recipes/", "backends/")
     assert not any(line.startswith(folders) for line in names.splitlines())
     run(sys.executable, "-m", "venv", tmp_path / "venv")

@@ -14,6 +14,7 @@ from .completions import completions
 from .control import control
 from .errors import ApiError
 from .exchange import Exchange, Handler
+from .page import static_files
 from .responses import responses
 from .service import Service
 from .tokens import detokenize, tokenize
@@ -35,6 +36,7 @@ def create_app(service: Service) -> FastAPI:
     for path, handler in _ROUTES.items():
         _add(app, path, handler, service)
     app.include_router(control(service))
+    app.include_router(static_files())
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Access, service=service)

@@ -22,6 +22,8 @@ from rich.table import Table
 from enginewright.recipes.errors import EnginewrightError, InputError
 from enginewright.serving import serve
 
+from .workload_cli import LengthsType, bench_workload, refuse_workload_options, workload_options
+
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -350,18 +352,17 @@ def _stream(loaded: Any, prompts: list[str], options: dict[str, Any]) -> None:
 @click.option(
     "--prompt-tokens",
     metavar="N",
-    type=click.IntRange(min=1),
-    default=512,
-    show_default=True,
-    help="Length of the prompt that prefill is timed on.",
+    type=LengthsType(),
+    default="512",
+    help="Length of the prompt that prefill is timed on; of a workload's prompts, also LOW:HIGH, log-uniform.  "
+    "[default: 512; 32:512]",
 )
 @click.option(
     "--new-tokens",
     metavar="N",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Decoding steps that are timed.",
+    type=LengthsType(),
+    default="64",
+    help="Decoding steps that are timed; a workload's answers, also LOW:HIGH, log-uniform.  [default: 64; 16:256]",
 )
 @click.option(
     "--repeat",
@@ -373,27 +374,40 @@ def _stream(loaded: Any, prompts: list[str], options: dict[str, Any]) -> None:
 )
 @_threads
 @_weights
+@workload_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.pass_context
 @_reports_errors
 def bench(
+    context: click.Context,
     path: str,
     batches: tuple[int, ...],
-    prompt_tokens: int,
-    new_tokens: int,
+    prompt_tokens: Any,
+    new_tokens: Any,
     repeat: int,
     threads: int | None,
     weights: str,
+    workload: str | None,
     as_json: bool,
+    **_of_workload: Any,
 ) -> None:
-    """Measure ENGINE: prefill and decode tokens/s, load time, memory, with the machine's read bandwidth beside."""
+    """Measure ENGINE: prefill and decode tokens/s, load time, memory, with the machine's read bandwidth beside.
+
+    With --workload: requests that arrive in time, played in this process or (--url) against a server. A FILE has one JSON
+    object a line: {"at": seconds, "prompt_tokens": N, "max_tokens": N}.
+    """
     from enginewright.inspection import bench_table, print_tables
     from enginewright.runtime.bench import bench as measure
 
+    if workload is not None:
+        bench_workload(context)
+        return
+    refuse_workload_options(context)
     figures = measure(
         path,
         batches=list(batches) or [1, 4, 16, 32],
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
+        prompt_tokens=_one_length("--prompt-tokens", prompt_tokens),
+        new_tokens=_one_length("--new-tokens", new_tokens),
         repeat=repeat,
         threads=threads,
         weights=weights,
@@ -402,6 +416,12 @@ def bench(
         click.echo(json.dumps(figures, indent=1))
     else:
         print_tables([bench_table(figures)])
+
+
+def _one_length(option: str, lengths: Any) -> int:
+    if lengths.low != lengths.high:
+        raise InputError(f"{option} is one number without --workload", found=f"{lengths.low}:{lengths.high}")
+    return int(lengths.low)
 
 
 serve.callback = _reports_errors(serve.callback)  # type: ignore[arg-type]
