@@ -127,15 +127,18 @@ def test_equal_digests_change_no_answer(monkeypatch, bits):
         return bytes([strong(parent, content)[0] & ((1 << bits) - 1)])
 
     monkeypatch.setattr(prefix_cache, "block_digest", weak)
+    loop = make_loop(max_sequences=1)
+    repeated = [ask([*pattern(4) * repeats, 1]) for repeats in range(1, 6)]  # one block, after other parents
+    for request in run(loop, repeated) + run(loop, [ask([3, *pattern(4) * 3, 1])]):
+        assert request.finish_reason == "length"
+        check_survivor(request)
     loop = make_loop(max_sequences=4)
     prompts = [pattern(8 + i % 13, i // 2) for i in range(40)]
-    prompts += [
-        [*pattern(4, 5) * repeats, 1] for repeats in range(1, 6)
-    ]  # the same block after other parents
     prompts += [[2] * offset + pattern(12) for offset in range(5)]  # the same tokens elsewhere
     requests = run(loop, [ask(prompt, 5, temperature=0.8, seed=i) for i, prompt in enumerate(prompts)])
     requests += run(loop, [ask(prompt, 5) for prompt in reversed(prompts)])
     for request in requests:
+        assert request.finish_reason == "length"
         check_survivor(request)
     if bits:
         assert loop.statistics().prefix_hit_tokens > 0
@@ -171,6 +174,7 @@ def test_pages_are_found_only_once_they_are_written():
         drain(loop)
         assert b.cached_tokens == 16 * cancelled_at
         for request in (b, c):
+            assert request.finish_reason == "length"
             check_survivor(request, (64, 40), 256)
 
 
