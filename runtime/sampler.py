@@ -177,17 +177,17 @@ class RowDrawer:
         best: list[TopLogprobs | None] = []
         for i, (r, state, position) in enumerate(zip(rows, states, positions, strict=True)):
             row = logits[r]
-            total = _logsumexp(row)
+            top, rest = _logsumexp(row)
             token = -1
-            if math.isfinite(total):
+            if math.isfinite(top):
                 masked = len(mask_rows) and mask_rows[i] >= 0 and masks is not None
                 row = state.adjust(
                     row, position, masks[mask_rows[i]] if masked and masks is not None else None
                 )
                 token = _draw_token(row, state, position) if row.max() > -np.inf else -2
             tokens.append(token)
-            logprobs.append(float(logits[r, token]) - total if token >= 0 else math.nan)
-            best.append(_best(logits[r], total, state.best) if state.best >= 0 else None)
+            logprobs.append(float(logits[r, token]) - top - rest if token >= 0 else math.nan)
+            best.append(_best(logits[r], top, rest, state.best) if state.best >= 0 else None)
         return tokens, logprobs, best
 
     def score(
@@ -196,25 +196,26 @@ class RowDrawer:
         """Return, for each of `rows`, the log-probability of the token given and the `best` largest."""
         scored = []
         for r, token in zip(rows, tokens, strict=True):
-            total = _logsumexp(logits[r])
-            logprob = float(logits[r, token]) - total if math.isfinite(total) else math.nan
-            scored.append((logprob, _best(logits[r], total, best)))
+            top, rest = _logsumexp(logits[r])
+            logprob = float(logits[r, token]) - top - rest if math.isfinite(top) else math.nan
+            scored.append((logprob, _best(logits[r], top, rest, best)))
         return scored
 
 
-def _logsumexp(row: np.ndarray) -> float:
-    """Return log(sum(exp(row))); not finite where no token can be drawn from the row."""
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        top = row.max()
-        total = np.log(np.exp(row - top, dtype=np.float32).sum(dtype=np.float64))
-    return float(total) + float(top) if math.isfinite(top) else math.nan
+def _logsumexp(row: np.ndarray) -> tuple[float, float]:
+    """Return the largest, and log(sum(exp(row - largest))); NaN, twice, where no token can be drawn from the row."""
+    top = row.max()
+    if not np.isfinite(top):
+        return math.nan, math.nan
+    with np.errstate(over="ignore"):
+        return float(top), math.log(np.exp(row - top, dtype=np.float32).sum(dtype=np.float64))
 
 
-def _best(row: np.ndarray, total: float, count: int) -> TopLogprobs:
-    if not count or not math.isfinite(total):
+def _best(row: np.ndarray, top: float, rest: float, count: int) -> TopLogprobs:
+    if not count or not math.isfinite(top):
         return []
     order = np.argsort(-row, kind="stable")[:count].tolist()
-    return [(i, float(row[i]) - total) for i in order if row[i] > -np.inf]
+    return [(i, float(row[i]) - top - rest) for i in order if row[i] > -np.inf]
 
 
 # ----------------------------------------------------------------------------------------------------- cuts

@@ -1,5 +1,5 @@
-// The attention, cache, rotary and sampling kernels for Python: `_native.attention`, for tests on numpy arrays and one
-// named variant, and the rows that the sampler uses, `_native.argmax_rows` and `_native.logsumexp_rows`.
+// The attention, cache and rotary kernels and those of rows of logits for Python: `_native.attention`, for tests on numpy
+// arrays and one named variant.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -193,15 +193,6 @@ nb::ndarray<nb::numpy, float> softmax_rows(const std::string& isa, Floats<2> x) 
 }  // namespace
 
 void bind_attention(nb::module_& module) {
-  module.def(
-      "argmax_rows",
-      [](Floats<2> logits) { return each_row<int64_t>(logits, kernels().attention.argmax); }, nb::arg("logits"),
-      "Index of each row's largest value [rows, vocab] -> int64 [rows]: the lowest on ties, -1 where a value is NaN.");
-  module.def(
-      "logsumexp_rows",
-      [](Floats<2> logits) { return each_row<float>(logits, kernels().attention.logsumexp); }, nb::arg("logits"),
-      "log(sum(exp(row))) of f32 [rows, vocab] -> f32 [rows]; a token's log-probability is its logit minus this.");
-
   nb::module_ m = module.def_submodule("attention", "Attention kernels of one named variant, for tests.");
   m.def("isas", &available_isas, "Variants that this machine runs, best first.");
   nb::class_<Pool>(m, "Pool", "One layer's pages of keys and values.")

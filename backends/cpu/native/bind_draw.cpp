@@ -74,7 +74,7 @@ const float* row_of(const Logits& logits, int64_t row) {
 nb::list list_of(const Drawn& drawn) {
   nb::list list;
   for (const Best& best : drawn.best) {
-    list.append(nb::make_tuple(best.id, static_cast<double>(best.logit) - drawn.total));
+    list.append(nb::make_tuple(best.id, drawn.logprob_of(best.logit)));
   }
   return list;
 }

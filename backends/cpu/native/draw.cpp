@@ -341,8 +341,8 @@ bool read_row(Row& row, int64_t best, DrawScratch& b, Drawn& out) {
   out.logprob = std::numeric_limits<double>::quiet_NaN();
   out.best.clear();
   if (!std::isfinite(row.largest)) return false;
-  out.total = static_cast<double>(row.largest) +
-              std::log(static_cast<double>(row.kernels.sum_below(row.x, row.n, row.largest)));
+  out.largest = row.largest;
+  out.log_sum = std::log(static_cast<double>(row.kernels.sum_below(row.x, row.n, row.largest)));
   if (best > 0) {
     const int64_t count = gather_largest(row, best, b);
     std::sort(b.items.begin(), b.items.begin() + count, larger);
@@ -367,7 +367,7 @@ void draw_row(Row raw, const DrawOptions& o, int64_t position, const uint32_t* a
     }
     out.token = draw_token(row, o, position, b);
   }
-  out.logprob = static_cast<double>(raw.x[out.token]) - out.total;
+  out.logprob = out.logprob_of(raw.x[out.token]);
 }
 
 }  // namespace
@@ -411,7 +411,7 @@ void RowDrawer::score(const std::vector<Scored>& rows, int64_t n, int best) {
     Row raw{kernels_, rows[i].x, n, b.maxima.data(), 0};
     if (!read_row(raw, best, b, results_[i])) return;
     results_[i].token = rows[i].token;
-    results_[i].logprob = static_cast<double>(raw.x[rows[i].token]) - results_[i].total;
+    results_[i].logprob = results_[i].logprob_of(raw.x[rows[i].token]);
   });
 }
 

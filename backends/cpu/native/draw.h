@@ -85,8 +85,10 @@ struct Best {
 struct Drawn {
   int64_t token = -1;
   double logprob = 0;
-  double total = 0;  // logsumexp of the raw row
+  double largest = 0, log_sum = 0;  // of the raw row: its largest, and log(sum(exp(x - largest)))
   std::vector<Best> best;
+
+  double logprob_of(float x) const { return static_cast<double>(x) - largest - log_sum; }
 };
 
 struct DrawScratch;

@@ -405,10 +405,3 @@ def test_logsumexp_and_softmax(width: int, isa: str) -> None:
     assert np.isnan(actual[4])
     for begin, end in itertools.pairwise(range(7)):  # a row alone or among others
         assert_same_bits(kernels.logsumexp(isa, x[begin:end]), actual[begin:end])
-
-
-def test_sampler_rows_follow_the_chosen_variant() -> None:
-    x = np.random.default_rng(0).standard_normal((3, 100), dtype=np.float32)
-    assert native.argmax_rows(x).tolist() == x.argmax(axis=1).tolist()
-    wide = x.astype(np.float64)
-    np.testing.assert_allclose(native.logsumexp_rows(x), np.log(np.exp(wide).sum(axis=1)), rtol=1e-6)
