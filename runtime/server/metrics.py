@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
@@ -77,6 +78,8 @@ def _is_up(service: Service) -> float:
 def _figure_metrics(figures: Figures) -> Iterator[Metric]:
     yield _histogram("time_to_first_token_seconds", "From submission to the first token", figures.first_token)
     yield _histogram("inter_token_latency_seconds", "Between a request's tokens", figures.next_token)
+    rate = figures.tokens_per_second(time.monotonic())
+    yield _gauge("generated_tokens_per_second", "Tokens generated in the last five seconds, a second", rate)
     yield _counter("prompt_tokens", "Tokens of accepted prompts", figures.prompt_tokens)
     yield _counter("generated_tokens", "Tokens generated", figures.generated_tokens)
     ended = CounterMetricFamily(_PREFIX + "requests_finished", "Ended requests, by reason", labels=["reason"])

@@ -22,7 +22,7 @@ class Limits:
     stop_token_ids: int = 256
     logit_bias: int = 1024
     tools: int = 128
-    schema_bytes: int = 512 << 10  # of a JSON schema, a regular expression, a grammar, or all tools together
+    schema_bytes: int = 128 << 10  # of a JSON schema, a regular expression, a grammar, or all tools together
     template_variables_bytes: int = 64 << 10
     write_seconds: float = 120.0  # for a client that reads nothing
 

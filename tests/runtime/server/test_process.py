@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,16 +36,24 @@ class Process:
             text=True,
             env={**os.environ, **environment},
         )
+        threading.Thread(target=self._read, daemon=True).start()
         self.url = self._find(r"listening on (http://[0-9.:]+)")
 
-    def _find(self, pattern: str) -> str:
+    def _read(self) -> None:
+        """Take the log, all the time: a pipe that nobody reads is full one day."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            found = re.search(pattern, line)
+
+    def _find(self, pattern: str) -> str:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            found = re.search(pattern, "".join(self.lines))
             if found is not None:
                 return found[1]
-        raise AssertionError("".join(self.lines))
+            assert self.process.poll() is None, self.lines
+            time.sleep(0.01)
+        raise AssertionError(self.lines)
 
     def ready(self) -> Process:
         self._find("(ready): ")
@@ -65,7 +74,7 @@ def started(*options: str, **environment: str) -> Iterator[Process]:
     finally:
         if running.process.poll() is None:
             running.process.kill()
-        running.process.communicate()
+        running.process.wait()
 
 
 @pytest.fixture(scope="module")
