@@ -18,7 +18,8 @@ __all__ = ["Answer", "TextDelta"]
 class TextDelta:
     """A piece of one prompt's answer: `text` follows what came before, `token_ids` are the ids since the last piece.
 
-    The last piece of a prompt carries its `finish_reason` (and `error`, for "error"); `text` may be empty.
+    `index` is the prompt's, `choice` tells several answers to it apart. The last piece of an answer carries its
+    `finish_reason` (and `error`, for "error"); `text` may be empty.
     """
 
     index: int
@@ -26,10 +27,14 @@ class TextDelta:
     token_ids: list[int]
     finish_reason: str | None = None
     error: RequestError | None = None
+    choice: int = 0
 
 
 class Answer:
-    """One prompt's request with its way back to text; `shown` are special tokens that stay in the text."""
+    """One prompt's request with its way back to text; `shown` are special tokens that stay in the text.
+
+    Stop strings are looked for in the text that follows the first `min_tokens` tokens.
+    """
 
     def __init__(
         self,
@@ -38,8 +43,10 @@ class Answer:
         request: Request,
         tokenizer: Tokenizer | None,
         shown: frozenset[int] = frozenset(),
+        choice: int = 0,
     ) -> None:
         self.index = index
+        self.choice = choice
         self.prompt = prompt
         self.request = request
         self._detokenizer = IncrementalDetokenizer(tokenizer, shown=shown) if tokenizer is not None else None
@@ -68,17 +75,20 @@ class Answer:
         if not self.has_news:
             return None
         new = request.tokens[request.prompt_length + self._taken :]
-        self._taken += len(new)
         text = self._text(new)
+        self._taken += len(new)
         reason = FINISH_STOP if self.stopped else request.finish_reason
         self._ended = reason is not None
         self._pieces.append(text)
-        return TextDelta(self.index, text, new, reason, request.error if reason == FINISH_ERROR else None)
+        error = request.error if reason == FINISH_ERROR else None
+        return TextDelta(self.index, text, new, reason, error, self.choice)
 
     def _text(self, new: list[int]) -> str:
         if self._detokenizer is None:
             return ""
-        shown = self._matcher.push(self._detokenizer.push(new))
+        early = max(self.request.options.min_tokens - self._taken, 0)
+        shown = self._detokenizer.push(new[:early]) if early else ""
+        shown += self._matcher.push(self._detokenizer.push(new[early:] if early else new))
         if self.request.finished and not self.stopped:
             shown += self._matcher.push(self._detokenizer.finish())
         if self.request.finished and not self.stopped:
@@ -107,4 +117,8 @@ class Answer:
             text="".join(self._pieces),
             finish_reason=reason or "",
             error=request.error,
+            choice=self.choice,
+            top_logprobs=request.top_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            cached_tokens=request.cached_tokens,
         )

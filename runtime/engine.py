@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, open_engine
 from enginewright.backends.base import Executor
-from enginewright.recipes.errors import ArtifactError, InputError, RequestError
+from enginewright.recipes.errors import ArtifactError, InputError, RequestError, near_matches
 
 from .answer import Answer, TextDelta
 from .constraints import Constraint, ConstraintCompiler, Grammar
@@ -31,7 +31,7 @@ from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
 from .memory import plan_pages
 from .pages import GroupSpec
 from .policies import get_policy
-from .request import Completion, Request, SamplingOptions, check_token_ids
+from .request import Completion, Request, SamplingOptions, check_token_ids, derived_seed
 from .text import Tokenizer
 
 __all__ = ["Engine", "TextDelta", "load"]
@@ -42,6 +42,7 @@ DEFAULT_CACHE_BYTES = 1 << 30
 MOST_CONTEXT = 1 << 24  # page tables of longer contexts would not fit in memory
 
 _log = logging.getLogger(__name__)
+MOST_CHOICES = 128  # answers to one prompt
 SCORED_ROWS = 128  # logit rows of a step when scoring; with a vocabulary of 262,144 a row takes 1 MiB
 
 
@@ -212,33 +213,32 @@ class Engine:
         prompts: Prompts,
         max_tokens: int | None = None,
         *,
+        n: int = 1,
         temperature: float = 0.0,
         seed: int | Sequence[int] = 0,
         chat: bool = False,
-        ignore_eos: bool = False,
-        stop: str | Sequence[str] = (),
-        include_stop: bool = False,
-        stop_token_ids: Sequence[int] = (),
         chat_options: Mapping[str, Any] | None = None,
         errors: str = "raise",
+        **sampling: Any,
     ) -> list[Completion]:
-        """Answer all prompts, together; return one Completion a prompt, in order.
+        """Answer all prompts, together; return `n` Completions a prompt, in order.
 
         `prompts` is a string, a list of token ids, or a list of strings or of lists of token ids. With
         `chat`, a prompt is a user's message (a string) or a conversation (a list of {role, content}),
-        rendered by the model's template with `chat_options` (`ChatTemplate.render`). Sampling as in
-        `SamplingOptions`; `seed` may be one a prompt.
+        rendered by the model's template with `chat_options` (`ChatTemplate.render`). `sampling` takes the other fields
+        of `SamplingOptions` by name: `stop`, `top_p`, `constraint`, … `seed` may be one a prompt; choice i of `n` draws with
+        `derived_seed(seed, i)`, and is what a prompt alone gives with that seed.
 
         A prompt that cannot be served raises RequestError before anything is computed. One that fails later
         ends alone: with errors="raise" its error is raised when the others are done, with errors="return" it
         is in its Completion, as is that of a prompt which could not be served at all.
         """
-        options = _options(max_tokens, temperature, ignore_eos, stop, include_stop, stop_token_ids)
+        options = _options(max_tokens=max_tokens, temperature=temperature, **sampling)
         if errors not in ("raise", "return"):
             raise RequestError(
                 "errors cannot be handled that way", found=repr(errors), expected="'raise' or 'return'"
             )
-        answers = self._answers(prompts, options, seed, chat, chat_options, errors)
+        answers = self._answers(prompts, options, n, seed, chat, chat_options, errors)
         for _ in self._drive(answers):
             pass
         failed = next((answer.request.error for answer in answers if answer.request.error is not None), None)
@@ -251,27 +251,26 @@ class Engine:
         prompts: Prompts,
         max_tokens: int | None = None,
         *,
+        n: int = 1,
         temperature: float = 0.0,
         seed: int | Sequence[int] = 0,
         chat: bool = False,
-        ignore_eos: bool = False,
-        stop: str | Sequence[str] = (),
-        include_stop: bool = False,
-        stop_token_ids: Sequence[int] = (),
         chat_options: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> Iterator[TextDelta]:
         """Answer all prompts and yield their text as it comes; arguments as in `generate`.
 
         The deltas of a prompt add up to its Completion's text. Closing the iterator aborts what is
         unfinished. A prompt that fails while it is computed ends with finish_reason "error".
         """
-        options = _options(max_tokens, temperature, ignore_eos, stop, include_stop, stop_token_ids)
-        return self._drive(self._answers(prompts, options, seed, chat, chat_options, "raise"))
+        options = _options(max_tokens=max_tokens, temperature=temperature, **sampling)
+        return self._drive(self._answers(prompts, options, n, seed, chat, chat_options, "raise"))
 
     def _answers(
         self,
         prompts: Prompts,
         options: SamplingOptions,
+        n: int,
         seed: int | Sequence[int],
         chat: bool,
         chat_options: Mapping[str, Any] | None,
@@ -285,41 +284,50 @@ class Engine:
             raise RequestError(
                 "there must be one seed, or one a prompt", found=len(seeds), expected=len(listed)
             )
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_CHOICES:
+            raise RequestError("n cannot be used", found=repr(n), expected=f"1 to {MOST_CHOICES}")
         options = self.stop_at_special_tokens(options)
+        grammar = self.compile(options.constraint) if options.constraint is not None else None
         answers: list[Answer] = []
         try:
             for index, (prompt, own_seed) in enumerate(zip(listed, seeds, strict=True)):
-                answers.append(
-                    self._submit(index, prompt, replace(options, seed=own_seed), chat, chat_options, errors)
-                )
+                own = replace(options, seed=own_seed)
+                text, ids, error = self._encode_or(errors, prompt, chat, chat_options)
+                for choice in range(n):
+                    request = Request(
+                        list(ids), replace(own, seed=derived_seed(own.seed, choice)), grammar=grammar
+                    )
+                    self._submit(request, errors, error)
+                    answers.append(Answer(index, text, request, self.tokenizer, choice=choice))
         except BaseException:
             self._abort(answers)
             raise
         return answers
 
-    def _submit(
-        self,
-        index: int,
-        prompt: Any,
-        options: SamplingOptions,
-        chat: bool,
-        chat_options: Mapping[str, Any] | None,
-        errors: str,
-    ) -> Answer:
-        text: str | None = None
-        request = Request([], options)
+    def _encode_or(
+        self, errors: str, prompt: Any, chat: bool, chat_options: Mapping[str, Any] | None
+    ) -> tuple[str | None, list[int], RequestError | None]:
         try:
-            text, ids = self.encode(prompt, chat, chat_options)
-            request = Request(ids, options)
-            with self._lock:
-                self._check_open()
-                self.loop.submit(request)
+            return *self.encode(prompt, chat, chat_options), None
         except RequestError as error:
             if errors == "raise":
                 raise
+            return None, [], error
+
+    def _submit(self, request: Request, errors: str, error: RequestError | None) -> None:
+        """Queue the request, or end it with its `error`, or with that of the loop."""
+        with self._lock:
+            try:
+                self._check_open()
+                if error is None:
+                    self.loop.submit(request)
+                    return
+            except RequestError as refused:
+                if errors == "raise":
+                    raise
+                error = refused
             request.error = error
             self.loop.finish(request, FINISH_ERROR)
-        return Answer(index, text, request, self.tokenizer)
 
     def encode(
         self, prompt: Any, chat: bool = False, chat_options: Mapping[str, Any] | None = None
@@ -432,18 +440,17 @@ class Engine:
         return [_joined(request) for request in requests]
 
 
-def _options(
-    max_tokens: Any, temperature: Any, ignore_eos: Any, stop: Any, include_stop: Any, stop_token_ids: Any
-) -> SamplingOptions:
+def _options(**values: Any) -> SamplingOptions:
     """Options of all prompts of a call, but for the seed; SamplingOptions checks each."""
-    return SamplingOptions(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        ignore_eos=ignore_eos,
-        stop=stop,
-        include_stop=include_stop,
-        stop_token_ids=stop_token_ids,
-    )
+    names = [option.name for option in fields(SamplingOptions)]
+    for name in values:
+        if name not in names:
+            likely = near_matches(name, names)
+            raise RequestError(
+                f"there is no sampling option {name}",
+                action=f"did you mean {likely[0]}?" if likely else "see SamplingOptions",
+            )
+    return SamplingOptions(**values)
 
 
 def _cache_identity(artifact: Artifact, executor: Executor) -> bytes:

@@ -309,7 +309,7 @@ class Completion:
     choice: int = 0
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[tuple[float, TopLogprobs] | None] = field(default_factory=list)
-    cached_tokens: int = 0
+    cached_tokens: int = field(default=0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `error` is its message."""
