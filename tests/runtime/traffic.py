@@ -75,12 +75,27 @@ def check_survivor(request: Request, pages: Sequence[int] = (64, 64), max_contex
         assert request.prompt_logprobs == lonely.prompt_logprobs
 
 
+token_ids = st.integers(0, EOS)
 options = st.builds(
-    SamplingOptions,
+    lambda max_tokens, min_tokens, **rest: SamplingOptions(
+        max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), **rest
+    ),
     max_tokens=st.integers(1, 24),
+    min_tokens=st.sampled_from([0, 0, 0, 5]),
     temperature=st.sampled_from([0.0, 0.7, 1.5]),
     seed=st.integers(0, 2**64 - 1),
     ignore_eos=st.booleans(),
+    top_k=st.sampled_from([0, 0, 4]),
+    top_p=st.sampled_from([1.0, 1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.8]),
+    frequency_penalty=st.sampled_from([0.0, 1.5]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.5]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.5]),
+    logit_bias=st.one_of(st.just({}), st.dictionaries(token_ids, st.floats(-5, 5), max_size=3)),
+    stop_token_ids=st.one_of(st.just(()), st.tuples(token_ids)),
+    logprobs=st.sampled_from([None, None, 0, 3]),
+    prompt_logprobs=st.sampled_from([None, None, None, 2]),
 )
 prompts = st.lists(st.integers(0, EOS), min_size=1, max_size=30)
 FAMILIES = [[(7 * i + family) % 31 for i in range(24)] for family in range(3)]
