@@ -16,9 +16,11 @@ from tokenizers import models as tokenizer_models
 from enginewright.backends.artifact import Artifact
 from enginewright.backends.base import KvGroupInfo
 from enginewright.recipes.errors import ArtifactError, InputError, RequestError
+from enginewright.runtime.constraints import Constraint
 from enginewright.runtime.engine import Engine, load
 from enginewright.runtime.memory import plan_pages
 from enginewright.runtime.pages import GroupSpec
+from enginewright.runtime.request import derived_seed
 from tests.runtime.fake_executor import FakeExecutor
 
 LETTERS = [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ", "<|end|>", "<0xC3>", "<0xA9>", "<0xFF>", "ab", "▁"]
@@ -257,3 +259,63 @@ def test_closing_waits_for_the_running_step_and_ends_the_others(folder, work):
         with pytest.raises(RequestError, match="the engine is closed"):
             answer.result(10)
     assert engine.executor.closed and not any(seen)
+
+
+def test_several_answers_a_prompt_are_those_of_their_seeds(folder):
+    prompts = ["ABCDEFGHIJKLMNOPQ", "B"]
+    fields = {"max_tokens": 9, "temperature": 1.0, "logprobs": 2, "top_p": 0.95}
+    with make_engine(folder) as engine:
+        several = engine.generate(prompts, n=3, seed=[7, 8], **fields)
+        assert [(c.prompt, c.choice) for c in several] == [(p, i) for p in prompts for i in range(3)]
+        for place, completion in enumerate(several):
+            seed = derived_seed([7, 8][place // 3], place % 3)
+            (alone,) = engine.generate(prompts[place // 3], seed=seed, **fields)
+            assert (completion.token_ids, completion.logprobs) == (alone.token_ids, alone.logprobs)
+            assert completion.top_logprobs == alone.top_logprobs and len(alone.top_logprobs[0]) == 2
+        assert len({tuple(c.token_ids) for c in several[:3]}) == 3
+        texts = {(p, i): "" for p in range(2) for i in range(3)}
+        for delta in engine.stream(prompts, n=3, seed=[7, 8], **fields):
+            texts[delta.index, delta.choice] += delta.text
+        assert list(texts.values()) == [c.text for c in several]
+        greedy = engine.generate("AB", max_tokens=5, n=4)
+        assert len({tuple(c.token_ids) for c in greedy}) == 1
+        for n in (0, -1, 129, 1.5, True, "2"):
+            with pytest.raises(RequestError, match="n cannot"):
+                engine.generate("AB", n=n)
+        assert engine.loop.idle and engine.loop.pool.idle
+
+
+def test_options_are_known_by_name(folder):
+    with make_engine(folder) as engine:
+        with pytest.raises(RequestError, match=r"top_pp.*\n.*did you mean top_p"):
+            engine.generate("A", top_pp=0.5)
+        with pytest.raises(RequestError, match="top_p"):
+            engine.generate("A", top_p=1.5)
+        for bad in ({"logit_bias": {999: 1.0}}, {"stop_token_ids": [32]}):
+            with pytest.raises(RequestError, match=next(iter(bad))):
+                engine.generate("A", **bad)
+        assert engine.loop.idle
+
+
+def test_a_stop_string_waits_for_the_least_length(folder):
+    script = [LETTERS.index(letter) for letter in "XYXYXYZZZZ"]
+    answers = {}
+    for least in (0, 1, 2, 3, 6):
+        with make_engine(folder, Scripted(script, 1)) as engine:
+            (completion,) = engine.generate("A", max_tokens=10, stop="XY", min_tokens=least)
+            pieces = [delta.text for delta in engine.stream("A", max_tokens=10, stop="XY", min_tokens=least)]
+            answers[least] = completion.text
+            assert "".join(pieces) == completion.text
+    assert answers == {0: "", 1: "XY", 2: "XY", 3: "XYXY", 6: "XYXYXYZZZZ"}
+
+
+def test_a_constraint_is_compiled_before_anything_is_queued(folder):
+    pytest.importorskip("llguidance")
+    with make_engine(folder) as engine:
+        with pytest.raises(RequestError, match="regular expression"):
+            engine.generate(["A", "B"], constraint=Constraint.regex("("))
+        assert engine.loop.idle
+        for completion in engine.generate(
+            ["A", "B"], constraint=Constraint.regex("(AB|BA)C"), temperature=1.0, n=2
+        ):
+            assert completion.text in ("ABC", "BAC") and completion.finish_reason == "stop"
