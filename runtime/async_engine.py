@@ -183,6 +183,8 @@ class AsyncEngine:
         self._entries: dict[Request, _Entry] = {}
         self._mailbox: deque[Callable[[], None]] = deque()
         self._bell = threading.Event()
+        self._submitting = 0  # requests that the loop's thread has not seen yet
+        self._submitting_lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="enginewright-loop", daemon=True)
 
@@ -193,11 +195,14 @@ class AsyncEngine:
         self._thread.start()
 
     async def close(self) -> None:
-        """Abort what is unfinished, end the thread after its step, and release the engine."""
+        """Abort what is unfinished, end the thread after its step, and release the engine.
+
+        It can be cancelled while a step hangs; nothing is released then.
+        """
         self._closing = True
         self._bell.set()
-        if self._thread.ident is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        while self._thread.is_alive():
+            await asyncio.sleep(0.005)
         self.engine.close()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -221,8 +226,8 @@ class AsyncEngine:
 
     @property
     def unfinished(self) -> int:
-        """How many requests run or wait."""
-        return len(self._entries)
+        """How many requests run, wait, or are on their way to the loop."""
+        return len(self._entries) + self._submitting
 
     def in_flight(self, most: int) -> list[tuple[str, Request, float]]:
         """Return (label, request, monotonic time of arrival) of at most `most` requests; call it in the loop's thread."""
@@ -286,12 +291,19 @@ class AsyncEngine:
             for index, (text, request) in enumerate(zip(known, requests, strict=True))
         ]
         stream = Stream(self, answers, loop, label)
+        self._count_submitting(len(requests))
         try:
             await self.call(lambda: self._admit(stream))
         except asyncio.CancelledError:
             stream.cancel()
             raise
+        finally:
+            self._count_submitting(-len(requests))
         return stream
+
+    def _count_submitting(self, change: int) -> None:
+        with self._submitting_lock:
+            self._submitting += change
 
     async def call(self, function: Callable[[], _Result]) -> _Result:
         """Run `function` in the loop's thread, between steps, and return what it returns."""

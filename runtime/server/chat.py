@@ -14,7 +14,7 @@ from .errors import ApiError, not_computed
 from .exchange import Exchange, quote
 from .logprobs import chat_logprobs
 from .prepare import Demand, Job, demand, json_constraint, make_job, structured
-from .schemas import ChatRequest, parse
+from .schemas import ChatRequest, parse, usage_wanted
 from .settings import Limits
 from .tools import FORMATS, Call, ToolFormat, ToolParser
 
@@ -84,7 +84,7 @@ def _prepare(service: Any, engine: Engine, raw: bytes) -> Job:
         logprobs=body.top_logprobs or None,
         constraint=wanted[0] if wanted else None,
         shown=_shown(engine, form) if tools else frozenset(),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        usage=usage_wanted(body.stream_options),
     )
     job.extra = {
         "logprobs": bool(body.logprobs),
@@ -214,7 +214,6 @@ def _call(form: ToolFormat, call: Call) -> dict[str, Any]:
 async def _stream(exchange: Exchange, job: Job, stream: Stream, engine: Engine) -> None:
     known = {"id": job.id, "object": "chat.completion.chunk", "created": job.created, "model": job.model}
     head = quote(known)[:-1]
-    tail = ', "usage": null}' if job.include_usage else "}"
     streams: dict[int, _ToolStream] = {}
     begun: set[int] = set()
     plain = job.extra["form"] is None and not job.extra["logprobs"]
@@ -222,7 +221,7 @@ async def _stream(exchange: Exchange, job: Job, stream: Stream, engine: Engine) 
     async def say(index: int, change: str, logprobs: str = "null", reason: str = "null") -> None:
         await exchange.event(
             f'{head}, "choices": [{{"index": {index}, "delta": {change}, "logprobs": {logprobs}, '
-            f'"finish_reason": {reason}}}]{tail}'
+            f'"finish_reason": {reason}}}]{job.usage_field()}'
         )
 
     async for delta in stream:

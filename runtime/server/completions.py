@@ -15,7 +15,7 @@ from .errors import ApiError, api_error, not_computed
 from .exchange import Exchange, quote
 from .logprobs import CompletionLogprobs
 from .prepare import Job, Prompt, make_job, structured, too_long
-from .schemas import CompletionRequest, parse
+from .schemas import CompletionRequest, parse, usage_wanted
 from .settings import Limits
 
 __all__ = ["completions"]
@@ -61,7 +61,7 @@ def _prepare(service: Any, engine: Engine, raw: bytes) -> Job:
         logprobs=body.logprobs or None,
         prompt_logprobs=prompt_logprobs,
         constraint=constraint,
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        usage=usage_wanted(body.stream_options),
     )
     if engine.tokenizer is None and body.logprobs is not None:
         raise ApiError(400, "logprobs need a tokenizer, and the engine has none", param="logprobs")
@@ -182,7 +182,6 @@ def _raw_prompt_logprobs(request: Request) -> list[dict[str, Any] | None]:
 
 async def _stream(exchange: Exchange, job: Job, stream: Any, engine: Engine) -> None:
     head = quote(_head(job))[:-1]
-    usage = ', "usage": null' if job.include_usage else ""
     makers: dict[int, CompletionLogprobs] = {}
     async for delta in stream:
         if delta.finish_reason == FINISH_ERROR:
@@ -200,7 +199,7 @@ async def _stream(exchange: Exchange, job: Job, stream: Any, engine: Engine) -> 
         reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
         await exchange.event(
             f'{head}, "choices": [{{"index": {delta.index}, "text": {quote(text)}, "logprobs": {said}, '
-            f'"finish_reason": {reason}}}]{usage}}}'
+            f'"finish_reason": {reason}}}]{job.usage_field()}'
         )
     if job.include_usage:
         await exchange.event(quote({**_head(job), "choices": [], "usage": job.usage()}))

@@ -51,6 +51,7 @@ class Job:
     requests: list[Request]
     stream: bool
     include_usage: bool
+    always_usage: bool
     shown: frozenset[int] = frozenset()
     constraint: Demand | None = None  # to be compiled
     extra: dict[str, Any] = field(default_factory=dict)  # what the endpoint itself needs later
@@ -71,6 +72,12 @@ class Job:
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+    def usage_field(self) -> str:
+        """What an event of a stream says of usage, as the end of a JSON object."""
+        if self.always_usage:
+            return f', "usage": {json.dumps(self.usage())}}}'
+        return ', "usage": null}' if self.include_usage else "}"
 
 
 _SAME_NAME = (
@@ -104,7 +111,7 @@ def make_job(
     prompt_logprobs: int | None = None,
     constraint: Demand | None = None,
     shown: frozenset[int] = frozenset(),
-    include_usage: bool = False,
+    usage: tuple[bool, bool] = (False, False),
 ) -> Job:
     """Make the requests of one body; `names` maps options to the client's names for them, for errors."""
     names = {"logprobs": "top_logprobs", "include_stop": "include_stop_str_in_output", **(names or {})}
@@ -147,7 +154,8 @@ def make_job(
         choices=count,
         requests=requests,
         stream=bool(body.stream),
-        include_usage=include_usage,
+        include_usage=usage[0],
+        always_usage=usage[1],
         shown=shown,
         constraint=constraint,
     )

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = ["HttpServer", "load_engine", "serve"]
 
 _log = logging.getLogger(__name__)
 _GRACE = 3  # seconds in which connections must close after the last answer
+_LAST_THREADS = 0.3  # seconds that threads get to end
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -74,12 +76,6 @@ class HttpServer(uvicorn.Server):
         self.failure: BaseException | None = None
         self.forced: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loader: threading.Thread | None = None
-
-    @property
-    def still_loading(self) -> bool:
-        """Whether the engine is being loaded, though the server may have ended."""
-        return self._loader is not None and self._loader.is_alive()
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
@@ -110,8 +106,7 @@ class HttpServer(uvicorn.Server):
             else:
                 loop.call_soon_threadsafe(_settle, done, engine, None)
 
-        self._loader = threading.Thread(target=work, name="enginewright-load", daemon=True)
-        self._loader.start()
+        threading.Thread(target=work, name="enginewright-load", daemon=True).start()
         try:
             engine = await done
         except Exception as error:
@@ -203,7 +198,17 @@ def serve(settings: Settings, loading: Callable[[], Engine] | None = None) -> in
             raise server.failure
         raise RuntimeError("the engine could not be loaded") from server.failure
     code = 0 if server.forced is None else 128 + server.forced
-    if server.forced is not None or server.still_loading:
+    if server.forced is not None or _at_work():
+        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # a thread is still at work that nobody waits for
+        os._exit(code)  # Python would wait for a step, a load or a prompt that nobody waits for any more
     return code
+
+
+def _at_work() -> bool:
+    """Whether a thread of the server does not end."""
+    until = time.monotonic() + _LAST_THREADS
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("enginewright-")]
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return any(thread.is_alive() for thread in threads)

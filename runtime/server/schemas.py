@@ -19,6 +19,7 @@ __all__ = [
     "ResponsesRequest",
     "TokenizeRequest",
     "parse",
+    "usage_wanted",
 ]
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -30,7 +31,16 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every event
     include_obfuscation: bool | None = None
+
+
+def usage_wanted(options: StreamOptions | None) -> tuple[bool, bool]:
+    """Return whether a stream ends with its usage, and whether every event says it."""
+    if options is None:
+        return False, False
+    always = bool(options.continuous_usage_stats)
+    return always or bool(options.include_usage), always
 
 
 class StructuredOutputs(_Body):

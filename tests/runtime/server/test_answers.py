@@ -120,6 +120,16 @@ def test_a_streamed_chat_adds_up_to_the_whole(server: Running, top):
         assert all(bytes(entry["bytes"]).decode(errors="replace") for entry in content)
 
 
+def test_usage_in_every_event(server: Running):
+    body = {"max_tokens": 9, "stream_options": {"continuous_usage_stats": True}, **DRAW}
+    for path, more in (
+        ("/v1/completions", {"prompt": "HELLO"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "HELLO"}]}),
+    ):
+        counts = [event["usage"]["completion_tokens"] for event in server.events(path, **body, **more)[:-1]]
+        assert counts == sorted(counts) and counts[-1] == 9
+
+
 def test_content_may_be_parts_or_nothing(server: Running):
     parts = [{"type": "text", "text": "HEL"}, {"type": "text", "text": "LO"}]
     whole = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}

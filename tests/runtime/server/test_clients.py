@@ -64,15 +64,19 @@ def test_guidellm(tmp_path: Path):
         pytest.skip("guidellm is not installed")
     with started("--served-model-name", "smol") as running:
         running.ready()
+        models = os.environ["ENGINEWRIGHT_TEST_MODELS"]
+        report = tmp_path / "report.json"
         subprocess.run(
-            [command, "benchmark", "--target", running.url, "--model", "smol", "--profile", "synchronous",
-             "--max-seconds", "10", "--data", "prompt_tokens=32,output_tokens=16",
-             "--processor", str(Path(os.environ["ENGINEWRIGHT_TEST_MODELS"]) / "smollm2-135m"),
-             "--output-path", str(tmp_path / "report.json")],
+            [command, "run", "--backend", f"kind=openai_http,target={running.url},model=smol",
+             "--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=8",
+             "--tokenizer", f"kind=hf_auto,model={models}/smollm2-135m",
+             "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
+             "--output", f"kind=json,path={report}", "--disable-console"],
             check=True,
             timeout=300,
         )  # fmt: skip
-        assert (tmp_path / "report.json").stat().st_size
+        totals = json.loads(report.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+        assert totals["successful"] >= 8 and not totals["errored"]
 
 
 async def _streams(url: str, until: float, lost: list[str], counts: list[int]) -> None:

@@ -92,6 +92,18 @@ def test_an_engine_that_hangs_fails_health_and_recovers(folder):
         assert server.client.get("/health").status_code == 200
 
 
+def test_a_server_whose_engine_hangs_ends_all_the_same(folder):
+    executor = Paced()
+    with serving(tiny_engine(folder, executor)) as server, ThreadPoolExecutor() as pool:
+        executor.gate.clear()
+        hanging = pool.submit(server.post, "/v1/completions", prompt="A", max_tokens=2)
+        wait_until(lambda: server.engine.unfinished == 1)
+        server.server.stop()
+        assert hanging.result().status_code == 503
+        wait_until(lambda: not server.server.servers[0].is_serving())
+    executor.gate.set()
+
+
 def test_metrics_count_what_happened(folder):
     with serving(tiny_engine(folder)) as server:
         body = {"prompt": "ABCDEFGHIJKLMNOP", "max_tokens": 10, "ignore_eos": True}
