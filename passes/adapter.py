@@ -149,9 +149,10 @@ class Adapter:
             fits = (pattern for pattern in own if re.match(rf"(.*\.)?({pattern})$", path))
             found = next(fits, None)
             figures.append(own[found] if found is not None else self.settings.get(key))
-        if not all(isinstance(figure, (int, float)) and figure > 0 for figure in figures):
+        rank, alpha = figures
+        if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, (int, float)) and alpha > 0):
             raise self._refused(f"{path} with r and lora_alpha {figures}", "positive numbers")
-        return int(figures[0]), float(figures[1])
+        return rank, float(alpha)
 
     def _modules(self) -> dict[str, tuple[Weight, Weight]]:
         """Return (A, B) of every adapted module; every tensor of the file belongs to one."""

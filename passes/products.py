@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ __all__ = ["bfloat16_factors"]
 @contextmanager
 def bfloat16_factors() -> Iterator[None]:
     """Let torch's float32 products have bfloat16 factors within the block, where the processor gains by it."""
-    settings = torch.backends.mkldnn.matmul
+    settings: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch's types do not know it
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:

@@ -1,4 +1,4 @@
-"""What Python uses of the native module: the engine (native/bind_engine.cpp) and the sampler's rows (native/bind_attention.cpp).
+"""What Python uses of the native module: the engine (native/bind_engine.cpp) and rows of logits (bind_attention.cpp, bind_draw.cpp).
 
 The submodules `kernels` and `attention` serve tests alone and are left out.
 """
@@ -65,3 +65,44 @@ class Engine:
         logit_rows: _Ints,
         logits: _Floats,
     ) -> None: ...
+
+class DrawRow:
+    """One request's sampling options, and the tokens that penalties concern (runtime/sampler.py says what they mean)."""
+
+    def __init__(
+        self,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_gap: float,
+        typical_p: float,
+        seed: int,
+        frequency: float,
+        presence: float,
+        repetition: float,
+        bias_ids: Sequence[int],
+        bias: Sequence[float],
+        end_ids: Sequence[int],
+        min_position: int,
+        best: int,
+    ) -> None: ...
+    @property
+    def seen(self) -> int: ...
+    def extend(self, tokens: Sequence[int], prompt_tokens: int) -> None: ...
+
+class RowDrawer:
+    def __init__(self, threads: int = 1, isa: str = "") -> None: ...
+    @staticmethod
+    def beside(engine: Engine) -> RowDrawer: ...
+    def draw(
+        self,
+        logits: _Floats,
+        rows: Sequence[int],
+        states: Sequence[DrawRow],
+        positions: Sequence[int],
+        masks: npt.NDArray[np.uint32] | None = None,
+        mask_rows: Sequence[int] = (),
+    ) -> tuple[list[int], list[float], list[list[tuple[int, float]] | None]]: ...
+    def score(
+        self, logits: _Floats, rows: Sequence[int], tokens: Sequence[int], best: int
+    ) -> list[tuple[float, list[tuple[int, float]]]]: ...
