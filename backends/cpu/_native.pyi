@@ -1,4 +1,4 @@
-"""What Python uses of the native module: the engine (native/bind_engine.cpp) and rows of logits (bind_attention.cpp, bind_draw.cpp).
+"""What Python uses of the native module: the engine (native/bind_engine.cpp) and rows of logits (bind_attention, bind_draw).
 
 The submodules `kernels` and `attention` serve tests alone and are left out.
 """
