@@ -143,7 +143,7 @@ class Adapter:
 
     def _figures(self, path: str) -> tuple[int, float]:
         """Return rank and alpha of a module: the first pattern that fits the end of its name, else the adapter's own."""
-        figures = []
+        figures: list[Any] = []
         for key, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
             own = self.settings.get(patterns) or {}
             fits = (pattern for pattern in own if re.match(rf"(.*\.)?({pattern})$", path))

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from .engine import Engine
 from .figures import Figures
 from .loop import FINISH_ABORT, FINISH_ERROR, FINISH_STOP
 from .request import Request, SamplingOptions
+from .streams import Delta, Stream
 
 __all__ = ["AsyncEngine", "Delta", "EngineDied", "Overloaded", "Stream"]
 
@@ -47,23 +48,6 @@ class EngineDied(RequestError):
     """The thread that steps the loop has ended; nothing is served any more."""
 
 
-@dataclass
-class Delta:
-    """A piece of choice `index`: text and tokens since the last piece. The last piece has a `finish_reason`.
-
-    `logprobs` has one value a token; `top_logprobs` one list of (id, log-probability) a token, or nothing where none
-    were asked for. `error` comes with the reason "error".
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: RequestError | None = None
-
-
 @dataclass(eq=False)
 class _Entry:
     """One request on its way: where its text goes, and when it last said something (monotonic seconds)."""
@@ -73,98 +57,6 @@ class _Entry:
     arrived: float
     since: float
     taken: int = 0
-
-
-class Stream:
-    """The answers to requests that were submitted together: `async for delta in stream`.
-
-    `requests[i]` is choice i of the deltas. Leave it early with `cancel()`, or use it in an `async with` block.
-    """
-
-    def __init__(
-        self, owner: AsyncEngine, answers: Sequence[Answer], loop: asyncio.AbstractEventLoop, label: str = ""
-    ) -> None:
-        self.answers = list(answers)
-        self.label = label
-        self.first_token_seconds: float | None = (
-            None  # from submission to the first token of the first choice to have one
-        )
-        self._owner = owner
-        self._loop = loop
-        self._lock = threading.Lock()
-        self._pending: dict[int, list[Delta]] = {}
-        self._unfinished = len(self.answers)
-        self._notified = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def requests(self) -> list[Request]:
-        """The requests, one a choice; the loop changes them."""
-        return [answer.request for answer in self.answers]
-
-    def cancel(self) -> None:
-        """End what is unfinished, before the next step; safe from any thread, and more than once."""
-        if self._unfinished:
-            self._owner._post(lambda: self._owner._abort(self))
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while True:
-            with self._lock:
-                self._notified = False
-                pieces = self._pending.pop(next(iter(self._pending)), None) if self._pending else None
-            if pieces:
-                delta = pieces[0] if len(pieces) == 1 else _merged(pieces)
-                self._unfinished -= delta.finish_reason is not None
-                return delta
-            if not self._unfinished:
-                raise StopAsyncIteration
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
-    def _put(self, delta: Delta) -> bool:
-        """Add a piece (in the loop's thread); return whether the reader must be told."""
-        with self._lock:
-            pieces = self._pending.setdefault(delta.index, [])
-            pieces.append(delta)
-            if len(pieces) > _MERGE_BEYOND:
-                pieces[:] = [_merged(pieces)]
-            told, self._notified = self._notified, True
-        return not told
-
-    def _tell(self) -> None:
-        """Wake the reader (in its own event loop)."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-_MERGE_BEYOND = 64  # pieces of one choice that wait unread
-
-
-def _merged(pieces: list[Delta]) -> Delta:
-    last = pieces[-1]
-    return Delta(
-        last.index,
-        "".join([piece.text for piece in pieces]),
-        [token for piece in pieces for token in piece.token_ids],
-        [value for piece in pieces for value in piece.logprobs],
-        [best for piece in pieces for best in piece.top_logprobs],
-        last.finish_reason,
-        last.error,
-    )
 
 
 class AsyncEngine:
@@ -290,7 +182,7 @@ class AsyncEngine:
             Answer(index, text, request, self.engine.tokenizer, shown)
             for index, (text, request) in enumerate(zip(known, requests, strict=True))
         ]
-        stream = Stream(self, answers, loop, label)
+        stream = Stream(self._abort_soon, answers, loop, label)
         self._count_submitting(len(requests))
         try:
             await self.call(lambda: self._admit(stream))
@@ -387,6 +279,9 @@ class AsyncEngine:
                     self._loop.finish(request)
             raise
         self._publish([request for request in stream.requests if request.finished], now)
+
+    def _abort_soon(self, stream: Stream) -> None:
+        self._post(lambda: self._abort(stream))
 
     def _abort(self, stream: Stream) -> None:
         ended = [request for request in stream.requests if request in self._entries]
