@@ -105,10 +105,10 @@ def test_every_option_has_one_answer() -> None:
     with engines.load("smollm2", "int4", threads=2) as engine:
         for _ in range(2):
             assert [said(request) for request in serve(engine, *requests(engine))] == expected
-    with engines.load("smollm2", "int4", cache_tokens=160, chunk_size=13) as engine:
+    with engines.load("smollm2", "int4", cache_tokens=128, chunk_size=13) as engine:
         tight = serve(engine, *requests(engine))
         assert [said(request) for request in tight] == expected
-        assert sum(request.preemptions for request in tight) >= 3
+        assert sum(request.preemptions for request in tight) >= 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -17,6 +17,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr double kGreedyBelow = 1e-5;
 constexpr int kBuckets = 2048;
+constexpr float kNear = 10, kWeightless = 32;  // bits below the largest
 
 /// A token that may be drawn. `key` is what the cut at hand goes by: smaller is kept first.
 struct Item {
@@ -240,6 +241,22 @@ struct Left {
 
 double share_of(double share, uint64_t total) { return std::max(share * static_cast<double>(total), 1.0); }
 
+/// Whether few of the row's values lie within so many bits of the largest.
+bool is_peaked(const Row& row, float scale, float bits) {
+  const int64_t blocks = draw_blocks(row.n);
+  const float near = row.largest - bits / scale;
+  return std::count_if(row.maxima, row.maxima + blocks, [&](float most) { return most >= near; }) <= blocks / 4 + 16;
+}
+
+/// How far a token's information is from the mean of all, in bits.
+float distance_from(double mean, float depth) {
+  return static_cast<float>(std::fabs(static_cast<double>(depth) - mean));
+}
+
+double mean_depth(uint64_t depths, uint64_t total) {
+  return static_cast<double>(depths) / static_cast<double>(total) / 16384;
+}
+
 void cut_top_p(const Row& row, double top_p, float scale, Left& left, DrawScratch& b) {
   const float fineness = scale * 64.0f;  // buckets of a 64th bit, 32 bits deep
   Item* const items = b.items.data();
@@ -259,12 +276,9 @@ void cut_top_p(const Row& row, double top_p, float scale, Left& left, DrawScratc
     }
     return total;
   };
-  // Mostly the few that lie within 10 bits of the largest suffice.
-  const float near = row.largest - 10.0f / scale;
-  const int64_t blocks = draw_blocks(row.n);
   int64_t count;
-  if (std::count_if(row.maxima, row.maxima + blocks, [&](float most) { return most >= near; }) <= blocks / 4 + 16) {
-    count = gather(row, near, b);
+  if (is_peaked(row, scale, kNear)) {  // then these are mostly all that is needed
+    count = gather(row, row.largest - kNear / scale, b);
     if (static_cast<double>(weigh_them(count)) >= target) {
       left.count = keep_weight(items, count, target, -row.largest, fineness, b.mass);
       return;
@@ -302,7 +316,7 @@ void cut_min_p(const Row& row, double gap, Left& left, DrawScratch& b) {
 void cut_typical(const Row& row, double typical_p, float scale, Left& left, DrawScratch& b) {
   Item* const items = b.items.data();
   if (left.count < 0) {
-    left.count = gather(row, std::max(left.cut.least, row.largest - 32.0f / scale), b);
+    left.count = gather(row, std::max(left.cut.least, row.largest - kWeightless / scale), b);
     left.count = std::partition(items, items + left.count, [&](const Item& item) {
                    return item.x > left.cut.least || item.id <= left.cut.last_id;
                  }) - items;
@@ -314,11 +328,37 @@ void cut_typical(const Row& row, double typical_p, float scale, Left& left, Draw
   for (int64_t i = 0; i < left.count; i++) {
     depths += static_cast<uint64_t>(items[i].weight) * static_cast<uint64_t>(std::lrint(depth(items[i]) * 16384.0f));
   }
-  const double mean = static_cast<double>(depths) / static_cast<double>(total) / 16384;
+  const double mean = mean_depth(depths, total);
   for (int64_t i = 0; i < left.count; i++) {
-    items[i].key = static_cast<float>(std::fabs(static_cast<double>(depth(items[i])) - mean));
+    items[i].key = distance_from(mean, depth(items[i]));
   }
   left.count = keep_weight(items, left.count, share_of(typical_p, total), 0.0f, 64.0f, b.mass);
+}
+
+/// Where cuts would leave many tokens: the best of the whole row, if they leave it, or -1. For the best of all is the best of
+/// those left wherever it is among them, and whether it is takes a sum, not a search.
+int64_t draw_uncut(const Row& row, const DrawOptions& o, float scale, uint64_t stream) {
+  const DrawCut all = {-FLT_MAX, INT64_MAX};
+  const int64_t id = row.kernels.noisy_argmax(row.x, row.n, row.maxima, argmax(row), all, scale, o.temperature, stream);
+  const float x = row.x[id];
+  if (o.has_min_p && static_cast<double>(x) - static_cast<double>(row.largest) < o.temperature * o.min_gap) return -1;
+  if (o.top_p < 1) {
+    uint64_t before;
+    const uint64_t total =
+        row.kernels.weigh_larger(row.x, row.n, row.maxima, row.largest, scale, {x, id}, &before);
+    if (static_cast<double>(before) >= share_of(o.top_p, total)) return -1;
+  }
+  if (o.typical_p < 1) {
+    const float depth = (row.largest - x) * scale;
+    if (depth > 30.0f) return -1;  // it may have no weight
+    uint64_t depths;
+    const uint64_t total = row.kernels.weigh_depths(row.x, row.n, row.maxima, row.largest, scale, &depths);
+    const double mean = mean_depth(depths, total);
+    const uint64_t nearer = row.kernels.weigh_nearer(row.x, row.n, row.maxima, row.largest, scale, mean,
+                                                     {distance_from(mean, depth), id});
+    if (static_cast<double>(nearer) >= share_of(o.typical_p, total)) return -1;
+  }
+  return id;
 }
 
 int64_t draw_token(const Row& row, const DrawOptions& o, int64_t position, DrawScratch& b) {
@@ -326,7 +366,13 @@ int64_t draw_token(const Row& row, const DrawOptions& o, int64_t position, DrawS
   const float scale = static_cast<float>(1.4426950408889634 / o.temperature);
   const uint64_t stream = noise_stream(o.seed, position);
   Left left;
-  if (o.top_k > 0 && o.top_k < row.n) left.count = gather_largest(row, o.top_k, b);
+  if (o.top_k > 0 && o.top_k < row.n) {
+    left.count = gather_largest(row, o.top_k, b);
+  } else if ((o.top_p < 1) != (o.typical_p < 1) && !(o.typical_p < 1 && o.has_min_p) &&
+             !is_peaked(row, scale, o.top_p < 1 ? kNear : kWeightless)) {
+    const int64_t id = draw_uncut(row, o, scale, stream);
+    if (id >= 0) return id;
+  }
   if (o.top_p < 1) cut_top_p(row, o.top_p, scale, left, b);
   if (o.has_min_p) cut_min_p(row, o.temperature * o.min_gap, left, b);
   if (o.typical_p < 1) cut_typical(row, o.typical_p, scale, left, b);

@@ -25,6 +25,12 @@ struct DrawCut {
   int64_t last_id;
 };
 
+/// A token's place in an order of values: ties go by id.
+struct DrawPlace {
+  float value;
+  int64_t id;
+};
+
 /// Passes over one row x of n values, or over its blocks. They allocate nothing and write only what they say.
 struct DrawKernels {
   /// maxima[b] = the largest of block b, for every block. Returns the largest of all, NaN where any value is NaN.
@@ -38,6 +44,19 @@ struct DrawKernels {
 
   /// weights[i] = round(2^30 * 2^((x[i] - largest) * scale)), 0 below 2^-31. Returns their sum, which is exact.
   uint64_t (*weigh)(const float* x, int64_t n, float largest, float scale, int32_t* weights);
+
+  /// Adds up the weights of the tokens that come before `place`: larger than its logit, or equal and of lower id. `before`
+  /// is that sum; returns the sum of all.
+  uint64_t (*weigh_larger)(const float* x, int64_t n, const float* maxima, float largest, float scale, DrawPlace place,
+                           uint64_t* before);
+
+  /// The sum of all weights, and in `depths` that of weight * round(2^14 * (largest - x) * scale).
+  uint64_t (*weigh_depths)(const float* x, int64_t n, const float* maxima, float largest, float scale, uint64_t* depths);
+
+  /// The weights of the tokens whose |(largest - x) * scale - mean|, as fp32, is smaller than the place's, or equal and of
+  /// lower id.
+  uint64_t (*weigh_nearer)(const float* x, int64_t n, const float* maxima, float largest, float scale, double mean,
+                           DrawPlace place);
 
   /// ids = those of the values in [least, most], ascending; returns how many. Room for n.
   int64_t (*within)(const float* x, int64_t n, const float* maxima, float least, float most, int32_t* ids);

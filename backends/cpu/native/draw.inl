@@ -96,6 +96,90 @@ static uint64_t weigh(const float* x, int64_t n, float largest, float scale, int
   return total;
 }
 
+/// The sum of weights whose low and high halves were added up lane by lane.
+EW_INLINE uint64_t joined(I16 low, I16 high) {
+  return static_cast<uint32_t>(reduce_add(low)) + (static_cast<uint64_t>(static_cast<uint32_t>(reduce_add(high))) << 16);
+}
+
+/// Calls use(first id, weights) for every block of 64 that has any weight; weights past the end are 0.
+template <class Use>
+EW_INLINE void each_weighed(const float* x, int64_t n, const float* maxima, float largest, float scale, Use&& use) {
+  int32_t weights[kDrawBlock];
+  for (int64_t block = 0; block < n; block += kDrawBlock) {
+    if ((maxima[block / kDrawBlock] - largest) * scale < -31.0f) continue;
+    for (int64_t i = 0; i < kDrawBlock; i += 16) {
+      const int64_t rest = n - block - i;
+      const int64_t lanes = rest < 0 ? 0 : rest < 16 ? rest : 16;
+      const I16 w = draw_weight(load_partial(x + block + (lanes ? i : 0), lanes), set1(largest), set1(scale));
+      storeu(weights + i, select(first_n(lanes), w, zero_i32()));
+    }
+    use(block, weights);
+  }
+}
+
+static uint64_t weigh_larger(const float* x, int64_t n, const float* maxima, float largest, float scale, DrawPlace place,
+                             uint64_t* before) {
+  uint64_t total = 0, larger = 0;
+  const F16 value = set1(place.value);
+  each_weighed(x, n, maxima, largest, scale, [&](int64_t block, const int32_t* weights) EW_INLINE_LAMBDA {
+    // 64 weights of up to 2^30 do not fit 32 bits: the low 16 bits and the others are added up apart.
+    I16 all_low = zero_i32(), all_high = zero_i32(), low = zero_i32(), high = zero_i32();
+    for (int64_t i = 0; i < kDrawBlock && block + i < n; i += 16) {
+      const I16 w = loadu(weights + i);
+      const int64_t rest = n - block - i;
+      const F16 v = load_partial(x + block + i, rest < 16 ? rest : 16);
+      const int64_t lower = place.id - block - i;
+      const M16 earlier = first_n(lower < 0 ? 0 : lower < 16 ? lower : 16);
+      const M16 counts = or_(cmp_gt(v, value), and_(cmp_eq(v, value), earlier));
+      const I16 l = and_(w, set1_i32(0xffff)), h = shift_right<16>(w);
+      all_low = add(all_low, l);
+      all_high = add(all_high, h);
+      low = add(low, select(counts, l, zero_i32()));
+      high = add(high, select(counts, h, zero_i32()));
+    }
+    total += joined(all_low, all_high);
+    larger += joined(low, high);
+  });
+  *before = larger;
+  return total;
+}
+
+static uint64_t weigh_depths(const float* x, int64_t n, const float* maxima, float largest, float scale, uint64_t* depths) {
+  uint64_t total = 0, sum = 0;
+  each_weighed(x, n, maxima, largest, scale, [&](int64_t block, const int32_t* weights) EW_INLINE_LAMBDA {
+    int32_t depth[kDrawBlock];
+    for (int64_t i = 0; i < kDrawBlock; i += 16) {
+      const int64_t rest = n - block - i;
+      const int64_t lanes = rest < 0 ? 0 : rest < 16 ? rest : 16;
+      const F16 v = load_partial(x + block + (lanes ? i : 0), lanes);
+      const F16 bits = mul(sub(set1(largest), v), set1(scale));
+      // Where there is no weight the depth may be anything, and does not count.
+      storeu(depth + i, round_to_i16(mul(select(cmp_lt(bits, set1(32.0f)), bits, zero()), set1(16384.0f))));
+    }
+    for (int i = 0; i < kDrawBlock; i++) {
+      total += static_cast<uint32_t>(weights[i]);
+      sum += static_cast<uint64_t>(static_cast<uint32_t>(weights[i])) * static_cast<uint32_t>(weights[i] ? depth[i] : 0);
+    }
+  });
+  *depths = sum;
+  return total;
+}
+
+static uint64_t weigh_nearer(const float* x, int64_t n, const float* maxima, float largest, float scale, double mean,
+                             DrawPlace place) {
+  uint64_t nearer = 0;
+  each_weighed(x, n, maxima, largest, scale, [&](int64_t block, const int32_t* weights) EW_INLINE_LAMBDA {
+    const int64_t count = n - block < kDrawBlock ? n - block : kDrawBlock;
+    for (int64_t i = 0; i < count; i++) {
+      const float depth = (largest - x[block + i]) * scale;
+      const float distance = static_cast<float>(__builtin_fabs(static_cast<double>(depth) - mean));
+      const bool counts = (distance < place.value) | ((distance == place.value) & (block + i < place.id));
+      nearer += counts ? static_cast<uint32_t>(weights[i]) : 0u;
+    }
+  });
+  return nearer;
+}
+
 static int64_t within(const float* x, int64_t n, const float* maxima, float least, float most, int32_t* ids) {
   const F16 low = set1(least), high = set1(most);
   int64_t count = 0;

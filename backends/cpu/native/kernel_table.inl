@@ -33,6 +33,9 @@ const Kernels table = {
              .sum_below = sum_below,
              .mask = mask,
              .weigh = weigh,
+             .weigh_larger = weigh_larger,
+             .weigh_depths = weigh_depths,
+             .weigh_nearer = weigh_nearer,
              .within = within,
              .noisy_argmax = noisy_argmax},
 };
