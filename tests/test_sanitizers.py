@@ -11,13 +11,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NATIVE = "tests/backends/cpu/"
+DRAWING = "tests/runtime/test_sampler.py::"
 TESTS = {
     "address": [
         NATIVE + name
         for name in ("test_executor.py", "test_generic_ops.py", "test_linear_kernels.py", "test_row_kernels.py",
                      "test_attention_kernels.py", "test_thread_pool.py")
-    ],
-    "thread": [NATIVE + "test_thread_pool.py", NATIVE + "test_executor.py"],
+    ] + [DRAWING + name for name in ("test_every_variant_draws_as_numpy_does",
+                                     "test_a_row_does_not_depend_on_its_neighbours")],
+    "thread": [NATIVE + "test_thread_pool.py", NATIVE + "test_executor.py",
+               DRAWING + "test_a_row_does_not_depend_on_its_neighbours"],
 }  # fmt: skip
 LIBRARY = {"address": "libasan.so", "thread": "libtsan.so"}
 
