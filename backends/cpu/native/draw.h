@@ -1,8 +1,8 @@
 // Drawing a token from a row of logits: what the options mean, and the passes over a row that each ISA variant has.
 //
-// draw.cpp holds the rules, draw.inl the passes. The drawn token is the same bits of reasoning on every variant: weights are
-// whole numbers, so their sums do not depend on the order, and nothing is fused. runtime/sampler.py tells the rules in
-// words and repeats them in numpy. Only log-probabilities come from a variant's own sum of exponentials.
+// draw.cpp holds the rules, draw_cuts.cpp the cuts among them, draw.inl the passes. A row gives the same token on every
+// variant: weights are whole numbers, so their sums do not depend on the order, and nothing is fused. runtime/sampler.py
+// tells the rules in words and repeats them in numpy. Log-probabilities alone come from a variant's own sum of exponentials.
 #pragma once
 
 #include <cstdint>
