@@ -128,14 +128,16 @@ int64_t draw_token(const Row& row, const DrawOptions& o, int64_t position, DrawS
   const float scale = static_cast<float>(1.4426950408889634 / o.temperature);
   const uint64_t stream = noise_stream(o.seed, position);
   Left left;
+  bool top_p = o.top_p < 1;  // still to be cut by
   if (o.top_k > 0 && o.top_k < row.n) {
     left.count = gather_largest(row, o.top_k, b);
-  } else if ((o.top_p < 1) != (o.typical_p < 1) && !(o.typical_p < 1 && o.has_min_p) &&
-             !is_peaked(row, scale, o.top_p < 1 ? kNear : kWeightless)) {
+  } else if (top_p && cut_top_p_near(row, o.top_p, scale, left, b)) {
+    top_p = false;
+  } else if (o.typical_p < 1 ? !top_p && !o.has_min_p && !is_peaked(row, scale, kWeightless) : top_p) {
     const int64_t id = draw_uncut(row, o, scale, stream);
     if (id >= 0) return id;
   }
-  if (o.top_p < 1) cut_top_p(row, o.top_p, scale, left, b);
+  if (top_p) cut_top_p(row, o.top_p, scale, left, b);
   if (o.has_min_p) cut_min_p(row, o.temperature * o.min_gap, left, b);
   if (o.typical_p < 1) cut_typical(row, o.typical_p, scale, left, b);
   if (left.count >= 0) return draw_item(row, o, scale, stream, left.count, b);

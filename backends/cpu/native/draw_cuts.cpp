@@ -119,8 +119,35 @@ double mean_depth(uint64_t depths, uint64_t total) {
   return static_cast<double>(depths) / static_cast<double>(total) / 16384;
 }
 
+namespace {
+
+constexpr float kFineness = 64;  // buckets of a 64th bit, 32 bits deep
+
+/// Fills in the items' weights from those of the whole row, and their keys; returns the sum.
+uint64_t weigh_from_row(int64_t count, DrawScratch& b) {
+  uint64_t total = 0;
+  for (int64_t i = 0; i < count; i++) {
+    Item& item = b.items[static_cast<size_t>(i)];
+    item.key = -item.x;
+    item.weight = b.weights[static_cast<size_t>(item.id)];
+    total += static_cast<uint64_t>(item.weight);
+  }
+  return total;
+}
+
+}  // namespace
+
+bool cut_top_p_near(const Row& row, double top_p, float scale, Left& left, DrawScratch& b) {
+  if (!is_peaked(row, scale, kNear)) return false;
+  const double target = share_of(top_p, row.kernels.weigh(row.x, row.n, row.largest, scale, b.weights.data()));
+  const int64_t count = gather(row, row.largest - kNear / scale, b);
+  if (static_cast<double>(weigh_from_row(count, b)) < target) return false;
+  left.count = keep_weight(b.items.data(), count, target, -row.largest, scale * kFineness, b.mass);
+  return true;
+}
+
 void cut_top_p(const Row& row, double top_p, float scale, Left& left, DrawScratch& b) {
-  const float fineness = scale * 64.0f;  // buckets of a 64th bit, 32 bits deep
+  const float fineness = scale * kFineness;
   Item* const items = b.items.data();
   if (left.count >= 0) {
     const double target = share_of(top_p, weigh_items(row, scale, left.count, b));
@@ -129,23 +156,6 @@ void cut_top_p(const Row& row, double top_p, float scale, Left& left, DrawScratc
     return;
   }
   const double target = share_of(top_p, row.kernels.weigh(row.x, row.n, row.largest, scale, b.weights.data()));
-  const auto weigh_them = [&](int64_t count) {
-    uint64_t total = 0;
-    for (int64_t i = 0; i < count; i++) {
-      items[i].key = -items[i].x;
-      items[i].weight = b.weights[static_cast<size_t>(items[i].id)];
-      total += static_cast<uint64_t>(items[i].weight);
-    }
-    return total;
-  };
-  int64_t count;
-  if (is_peaked(row, scale, kNear)) {  // then these are mostly all that is needed
-    count = gather(row, row.largest - kNear / scale, b);
-    if (static_cast<double>(weigh_them(count)) >= target) {
-      left.count = keep_weight(items, count, target, -row.largest, fineness, b.mass);
-      return;
-    }
-  }
   const auto bucket = [&](float x) { return bucket_of((-x + row.largest) * fineness); };
   std::memset(b.mass, 0, sizeof b.mass);
   for (int64_t i = 0; i < row.n; i++) {
@@ -153,10 +163,10 @@ void cut_top_p(const Row& row, double top_p, float scale, Left& left, DrawScratc
   }
   uint64_t before = 0;
   const int cut = find_bucket(b.mass, target, before);
-  count = gather(row, cut < kBuckets - 1 ? row.largest - static_cast<float>(cut + 2) / fineness : -FLT_MAX, b,
-                 row.largest - static_cast<float>(cut - 1) / fineness);
+  int64_t count = gather(row, cut < kBuckets - 1 ? row.largest - static_cast<float>(cut + 2) / fineness : -FLT_MAX, b,
+                         row.largest - static_cast<float>(cut - 1) / fineness);
   count = std::partition(items, items + count, [&](const Item& item) { return bucket(item.x) == cut; }) - items;
-  weigh_them(count);
+  weigh_from_row(count, b);
   const int64_t kept = keep_in_order(items, count, before, target);
   const Item& last = *std::max_element(items, items + kept, sooner);
   left.cut = {last.x, last.id};

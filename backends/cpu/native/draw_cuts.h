@@ -86,6 +86,8 @@ double mean_depth(uint64_t depths, uint64_t total);
 float distance_from(double mean, float depth);
 
 // Each cuts down what is left. `scale` is log2(e) / temperature, `gap` is temperature * log(min_p).
+/// cut_top_p where few tokens lie near the largest and these are enough; false, and nothing is cut, where not.
+bool cut_top_p_near(const Row& row, double top_p, float scale, Left& left, DrawScratch& b);
 void cut_top_p(const Row& row, double top_p, float scale, Left& left, DrawScratch& b);
 void cut_min_p(const Row& row, double gap, Left& left, DrawScratch& b);
 void cut_typical(const Row& row, double typical_p, float scale, Left& left, DrawScratch& b);
