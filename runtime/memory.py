@@ -42,7 +42,7 @@ def plan_pages(
                 "the key/value cache has room for nothing",
                 found=f"{limit_bytes:,} bytes",
                 expected=f"at least {needed:,} bytes",
-                action="give cache_bytes more, or build with kv_cache.format=bf16 or int8",
+                action="give the cache more memory (cache_bytes, --kv-memory), or build with kv_cache.format=bf16 or int8",
             )
     return _pages(groups, wanted, max_sequences, chunk)
 

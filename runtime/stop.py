@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["StopMatcher"]
+__all__ = ["StopMatcher", "overlap"]
 
 
 class StopMatcher:
@@ -32,7 +32,7 @@ class StopMatcher:
             start, end = found
             self.stopped, self._held = True, ""
             return whole[:end] if self._include else whole[:start]
-        keep = max(_overlap(whole, stop) for stop in self._stops)
+        keep = max(overlap(whole, stop) for stop in self._stops)
         self._held = whole[len(whole) - keep :]
         return whole[: len(whole) - keep]
 
@@ -50,8 +50,8 @@ class StopMatcher:
         return best
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`."""
+def overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that begins `stop` and is not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

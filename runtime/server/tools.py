@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..stop import overlap
+
 __all__ = ["FORMATS", "Call", "ToolFormat", "ToolParser", "recognise"]
 
 
@@ -85,7 +87,7 @@ def recognise(templates: Mapping[str, str]) -> ToolFormat | None:
     if "[TOOL_CALLS]" in source:
         return _MISTRAL
     if "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source:
-        return _HERMES if '"arguments"' in source or "arguments" in source else None
+        return _HERMES if "arguments" in source else None
     if "<|start_header_id|>" in source and '"parameters"' in source:
         return _LLAMA3
     return None
@@ -143,7 +145,7 @@ class ToolParser:
             self._begun = False
             self._call, self._held = mark, held[start + len(mark) :]
             return True
-        keep = max(_overlap(held, mark) for mark in self._form.opens)
+        keep = max(overlap(held, mark) for mark in self._form.opens)
         keep = len(held) - len(held[: len(held) - keep].rstrip())
         self._held = held[len(held) - keep :]
         if len(held) > keep:
@@ -230,11 +232,3 @@ def _call(value: Any, key: str) -> Call:
     if not isinstance(arguments, dict):
         raise ValueError("not a call")
     return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that begins `mark`."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0

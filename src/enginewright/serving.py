@@ -11,6 +11,7 @@ import click
 import yaml
 
 from enginewright.recipes.errors import InputError, near_matches
+from enginewright.runtime.policies import POLICIES
 
 __all__ = ["serve"]
 
@@ -106,9 +107,10 @@ _OPTIONS = [
     ),
     _option(
         "--policy",
+        type=click.Choice(list(POLICIES)),
         default="fair",
         show_default=True,
-        help="Whom the scheduler prefers: fair, latency, throughput.",
+        help="Whom the scheduler prefers; static and static-drop are for comparison.",
     ),
     _option(
         "--served-model-name",

@@ -429,6 +429,9 @@ def test_outliers_help():
 @pytest.mark.parametrize("search", ["minmax", "mse", "output"])
 def test_what_is_left_of_a_matrix_is_rounded_as_the_recipe_says(method, search):
     program = outlier_model()
+    # Large weights that hardly matter: a smaller range is better.
+    program.weights["embed.weight"].value[:, 5] *= 1e-3
+    program.weights["gate_proj.weight"].value[:, 5] *= 4
     made, _ = rounded(
         program, "llm-int8", f"quantise.method={method}", f"quantise.range={search}", *EXACT, samples=ALL
     )
@@ -441,9 +444,7 @@ def test_what_is_left_of_a_matrix_is_rounded_as_the_recipe_says(method, search):
     if method == "gptq" or search == "output":
         x = inputs_of(program, calls(program, "linear")[0], ALL).index_fill(1, columns, 0.0)
         got, nearest = ((x @ (dequantise(s) - weight).T).norm() for s in (stored, plain))
-        assert (
-            got < nearest if method == "gptq" else got <= nearest * (1 + 1e-6)
-        )  # a range may be best as it is
+        assert got < nearest
     else:
         assert torch.equal(stored.codes, quantise_rtn(weight, "int8", search).codes)
 

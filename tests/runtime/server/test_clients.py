@@ -26,27 +26,14 @@ def test_langchain():
     langchain = pytest.importorskip("langchain_openai")
     with started("--served-model-name", "smol") as running:
         running.ready()
-        model = langchain.ChatOpenAI(
-            model="smol",
-            base_url=running.url + "/v1",
-            api_key="none",
-            temperature=0,
-            max_tokens=12,
-            max_retries=0,
-        )
+        common = {"model": "smol", "base_url": running.url + "/v1", "api_key": "none", "temperature": 0}
+        model = langchain.ChatOpenAI(**common, max_tokens=12, max_retries=0)
         whole = model.invoke("What is the capital of France?")
         assert "Paris" in whole.content and whole.usage_metadata["output_tokens"] > 0
         parts = list(model.stream("What is the capital of France?"))
         assert "".join(part.content for part in parts) == whole.content
         assert len(model.batch(["Say one.", "Say two.", "Say three."])) == 3
-        bound = langchain.ChatOpenAI(
-            model="smol",
-            base_url=running.url + "/v1",
-            api_key="none",
-            temperature=0,
-            max_tokens=60,
-            max_retries=0,
-        ).with_structured_output(
+        bound = langchain.ChatOpenAI(**common, max_tokens=60, max_retries=0).with_structured_output(
             {
                 "title": "city",
                 "type": "object",

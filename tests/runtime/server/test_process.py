@@ -283,51 +283,24 @@ def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path: 
 def test_what_cannot_be_used_is_said(tmp_path: Path, options, says):
     config = tmp_path / "serve.yaml"
     config.write_text("max-sequence: 3\n")
-    options = [str(config) if option == "CONFIG" else option for option in options]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "enginewright",
-            "serve",
-            str(engines.built("smollm2", "int4")),
-            "--port",
-            "0",
-            *options,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = _run(*[str(config) if option == "CONFIG" else option for option in options])
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_taken_port_is_said(server):
-    port = server.url.rsplit(":", 1)[1]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "enginewright",
-            "serve",
-            str(engines.built("smollm2", "int4")),
-            "--port",
-            port,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = _run("--port", server.url.rsplit(":", 1)[1])
     assert done.returncode == 2 and "cannot listen" in done.stderr
 
 
 def test_no_engine_is_said(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-m", "enginewright", "serve", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = _run(engine=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: ")
+
+
+def _run(*options: str, engine: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a server that is expected to end by itself; the last of several ports counts."""
+    folder = engine or engines.built("smollm2", "int4")
+    command = [sys.executable, "-m", "enginewright", "serve", str(folder)]
+    return subprocess.run(
+        [*command, "--port", "0", *options], capture_output=True, text=True, timeout=60, check=False
+    )
