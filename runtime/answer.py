@@ -53,6 +53,7 @@ class Answer:
         self._tokenizer = tokenizer
         self._matcher = StopMatcher(request.options.stop, request.options.include_stop)
         self._taken = 0  # generated ids that have been turned into text
+        self._to_stop = 0  # of the last new ones, those up to the one with which the text met a stop string
         self._pieces: list[str] = []
         self._ended = False
 
@@ -76,6 +77,9 @@ class Answer:
             return None
         new = request.tokens[request.prompt_length + self._taken :]
         text = self._text(new)
+        if self.stopped:
+            del new[self._to_stop :]
+            request.cut(self._taken + len(new))
         self._taken += len(new)
         reason = FINISH_STOP if self.stopped else request.finish_reason
         self._ended = reason is not None
@@ -88,7 +92,15 @@ class Answer:
             return ""
         early = max(self.request.options.min_tokens - self._taken, 0)
         shown = self._detokenizer.push(new[:early]) if early else ""
-        shown += self._matcher.push(self._detokenizer.push(new[early:] if early else new))
+        late = new[early:] if early else new
+        if len(late) < 2 or not self.request.options.stop:
+            shown += self._matcher.push(self._detokenizer.push(late))
+            self._to_stop = len(new)
+        else:  # the token that completes a stop string is the last
+            for self._to_stop in range(len(new) - len(late) + 1, len(new) + 1):
+                shown += self._matcher.push(self._detokenizer.push([new[self._to_stop - 1]]))
+                if self.stopped:
+                    break
         if self.request.finished and not self.stopped:
             shown += self._matcher.push(self._detokenizer.finish())
         if self.request.finished and not self.stopped:

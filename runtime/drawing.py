@@ -2,12 +2,17 @@
 
 Nothing here changes what a request says of itself: `Drawer.draw` returns what the loop then commits. What it remembers of a
 request (`Request.drawing`) follows from the request's tokens, so a step may be drawn twice.
+
+Where proposed tokens stand after a request's own, a token is drawn from the request's last row, then from the row of each
+proposed token as long as that is what was drawn before it: one token more than were proposed rightly. Each is drawn as it
+would be in a step of its own: penalties count the tokens before it, those of this step included, and the constraint follows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,9 +42,12 @@ class Drawn:
 
 @dataclass
 class StepDraws:
-    """What a step's logits gave: tokens, log-probabilities of prompt tokens, and rows to keep, for requests that want them."""
+    """What a step's logits gave: tokens, log-probabilities of prompt tokens, and rows to keep, for requests that want them.
 
-    drawn: list[tuple[Request, Drawn]] = field(default_factory=list)
+    `drawn` has a request's tokens in order; the last may be an error. There are several only after proposed tokens.
+    """
+
+    drawn: list[tuple[Request, list[Drawn]]] = field(default_factory=list)
     scored: list[tuple[Request, list[tuple[float, TopLogprobs] | None]]] = field(default_factory=list)
     kept: list[tuple[Request, np.ndarray]] = field(default_factory=list)
 
@@ -50,13 +58,16 @@ def logit_rows(work: list[tuple[Request, int]]) -> tuple[list[int], list[int]]:
     row_counts: list[int] = []
     start = 0
     for request, count in work:
+        last = (
+            len(request.tokens) - request.computed
+        )  # a row's token is drawn from the last one, or a proposed one
         if request.scores_prompt:
             wanted = request.wanted_rows(count)
             rows.extend(start + position - request.computed for position in wanted)
             row_counts.append(len(wanted))
-        elif request.computed + count == len(request.tokens):
-            rows.append(start + count - 1)
-            row_counts.append(1)
+        elif count >= last:
+            rows.extend(range(start + last - 1, start + count))
+            row_counts.append(count - last + 1)
         else:
             row_counts.append(0)
         start += count
@@ -84,8 +95,17 @@ class Drawer:
         make = getattr(executor, "row_drawer", row_drawer)
         self._rows = make()
 
-    def draw(self, work: list[tuple[Request, int]], row_counts: list[int], logits: np.ndarray) -> StepDraws:
-        """Draw the next token of every request that the step brought to its end; score prompt tokens; keep rows."""
+    def draw(
+        self,
+        work: list[tuple[Request, int]],
+        row_counts: list[int],
+        logits: np.ndarray,
+        drafts: Mapping[Request, list[int]] = MappingProxyType({}),
+    ) -> StepDraws:
+        """Draw the next tokens of every request that the step brought to its end; score prompt tokens; keep rows.
+
+        `drafts` are the proposed tokens among those that were computed.
+        """
         step = StepDraws()
         drawing: list[Request] = []
         at: list[int] = []
@@ -96,13 +116,64 @@ class Drawer:
                     step.kept.append((request, logits[row : row + rows].copy()))
                 else:
                     step.scored.append((request, self._score(request, count, row, rows, logits)))
-            if rows and request.computed + count == len(request.tokens) and request.draws:
+            if rows and request.computed + count >= len(request.tokens) and request.draws:
                 drawing.append(request)
-                at.append(row + rows - 1)
+                at.append(row + rows - 1 - (len(drafts[request]) if request in drafts else 0))
             row += rows
-        if drawing:
-            step.drawn = list(zip(drawing, self._draw_rows(drawing, at, logits), strict=True))
+        if drafts:
+            step.drawn = self._draw_runs(drawing, at, logits, drafts)
+        elif drawing:
+            drawn = self._draw_rows(drawing, at, logits)
+            step.drawn = [(request, [one]) for request, one in zip(drawing, drawn, strict=True)]
         return step
+
+    def _draw_runs(
+        self, drawing: list[Request], at: list[int], logits: np.ndarray, drafts: Mapping[Request, list[int]]
+    ) -> list[tuple[Request, list[Drawn]]]:
+        """Draw tokens from each request's last row and from those of the proposed tokens that come true.
+
+        Rows that do not depend on what was drawn before them are drawn together, the others one a request at a time.
+        """
+        runs: list[list[Drawn]] = [[] for _ in drawing]
+        left = [drafts.get(request, ()) for request in drawing]
+        # (place in `drawing`, tokens before the row's): first every request's last row
+        due = [(i, 0) for i in range(len(drawing))]
+        for i, request in enumerate(drawing):
+            memory = self._memory(request)
+            if not memory.penalised and memory.matcher is None:
+                due += [(i, ahead + 1) for ahead in range(len(left[i]))]
+        while due:
+            drawn = self._draw_rows(
+                [drawing[i] for i, _ in due],
+                [at[i] + ahead for i, ahead in due],
+                logits,
+                [left[i][:ahead] for i, ahead in due],
+            )
+            for (i, ahead), one in zip(due, drawn, strict=True):
+                if ahead == len(runs[i]) and (not ahead or runs[i][-1].token == left[i][ahead - 1]):
+                    runs[i].append(one)
+            due = [
+                (i, len(runs[i]))
+                for i in {i: None for i, _ in due}
+                if self._goes_on(drawing[i], runs[i], left[i])
+            ]
+        return list(zip(drawing, runs, strict=True))
+
+    def _goes_on(self, request: Request, run: list[Drawn], draft: Sequence[int]) -> bool:
+        """Whether another row of the request is to be drawn from: its token is what was drawn last."""
+        last = run[-1]
+        return (
+            len(run) <= len(draft)
+            and last.token == draft[len(run) - 1]
+            and last.error is None
+            and not last.complete
+            and not self.ends(request, last.token)
+        )
+
+    def ends(self, request: Request, token: int) -> bool:
+        """Whether the token ends the request."""
+        options = request.options
+        return (token in self.eos_token_ids and not options.ignore_eos) or token in options.stop_token_ids
 
     def _score(
         self, request: Request, count: int, row: int, rows: int, logits: np.ndarray
@@ -115,17 +186,27 @@ class Drawer:
         scored = self._rows.score(logits, range(row, row + len(targets)), targets, best)
         return scored
 
-    def _draw_rows(self, drawing: list[Request], at: list[int], logits: np.ndarray) -> list[Drawn]:
-        memories = [request.drawing or self._remember(request) for request in drawing]
-        for request, memory in zip(drawing, memories, strict=True):
+    def _draw_rows(
+        self,
+        drawing: list[Request],
+        at: list[int],
+        logits: np.ndarray,
+        ahead: Sequence[Sequence[int]] = (),
+    ) -> list[Drawn]:
+        """Draw a token from row at[i] for drawing[i]; `ahead[i]` are tokens between the request's own and that one."""
+        memories = [self._memory(request) for request in drawing]
+        positions = [len(request.tokens) for request in drawing]
+        if ahead:
+            positions = [position + len(tokens) for position, tokens in zip(positions, ahead, strict=True)]
+        for i, (request, memory) in enumerate(zip(drawing, memories, strict=True)):
             if memory.penalised:
-                memory.row.extend(request.tokens[memory.row.seen :], request.prompt_length)
-        masks, mask_rows, failed = self._masks(drawing, memories)
+                self._count(request, memory, ahead[i] if ahead else ())
+        masks, mask_rows, failed = self._masks(drawing, memories, ahead)
         results = self._rows.draw(
             logits,
             at,
             [memory.row for memory in memories],
-            [len(request.tokens) for request in drawing],
+            positions,
             masks,
             mask_rows,
         )
@@ -135,13 +216,24 @@ class Drawer:
             if i in failed:
                 one.error = failed[i]
             elif one.token < 0:
-                one.error = _not_drawn(one.token, len(drawing[i].tokens) - 1)
+                one.error = _not_drawn(one.token, positions[i] - 1)
             elif matcher is not None:
                 one.complete, one.error = matcher.accept(one.token)
         return drawn
 
+    def _memory(self, request: Request) -> _Memory:
+        return request.drawing or self._remember(request)
+
+    def _count(self, request: Request, memory: _Memory, ahead: Sequence[int]) -> None:
+        """Let penalties know the request's tokens and those `ahead`, and no others."""
+        if memory.row.seen > len(request.tokens) + len(ahead):  # a step that failed after it had drawn
+            memory.row = self._row(request)
+        new = request.tokens[memory.row.seen :]
+        beyond = memory.row.seen + len(new) - len(request.tokens)
+        memory.row.extend([*new, *ahead[beyond:]], request.prompt_length)
+
     def _masks(
-        self, drawing: list[Request], memories: list[_Memory]
+        self, drawing: list[Request], memories: list[_Memory], ahead: Sequence[Sequence[int]]
     ) -> tuple[np.ndarray | None, list[int], dict[int, RequestError]]:
         """Return the constraints' masks (uint32 [M, words]), which one each row obeys, and what failed."""
         bound = [i for i, memory in enumerate(memories) if memory.matcher is not None]
@@ -153,19 +245,24 @@ class Drawer:
         for m, i in enumerate(bound):
             matcher, request = memories[i].matcher, drawing[i]
             assert matcher is not None
-            error = matcher.follow(request.tokens, request.prompt_length) or matcher.fill(masks[m])
+            tokens = [*request.tokens, *ahead[i]] if ahead and ahead[i] else request.tokens
+            error = matcher.follow(tokens, request.prompt_length) or matcher.fill(masks[m])
             if error is not None:
                 failed[i] = error
             mask_rows[i] = m
         return masks, mask_rows, failed
 
-    def _remember(self, request: Request) -> _Memory:
+    def _row(self, request: Request) -> Any:
         options = request.options
         ends = set(options.stop_token_ids)
         if not options.ignore_eos:
             ends |= self.eos_token_ids
+        return draw_row(options, request.prompt_length, sorted(i for i in ends if i < self.vocab_size))
+
+    def _remember(self, request: Request) -> _Memory:
+        options = request.options
         request.drawing = _Memory(
-            draw_row(options, request.prompt_length, sorted(i for i in ends if i < self.vocab_size)),
+            self._row(request),
             bool(options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1.0),
             request.grammar.matcher() if request.grammar is not None else None,
         )

@@ -25,6 +25,7 @@ from enginewright.backends.artifact import Artifact, open_engine
 from enginewright.backends.base import Executor
 from enginewright.recipes.errors import ArtifactError, InputError, RequestError, near_matches
 
+from . import drafters
 from .answer import Answer, TextDelta
 from .constraints import Constraint, ConstraintCompiler, Grammar
 from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
@@ -60,6 +61,8 @@ def load(
     max_context: int | None = None,
     policy: str = "fair",
     prefix_cache: bool = True,
+    speculate: str | os.PathLike[str] | None = None,
+    draft_tokens: int | str = "auto",
 ) -> Engine:
     """Load the engine in the folder `path`.
 
@@ -67,7 +70,8 @@ def load(
     reads them into this one. `check` hashes every file first. `max_sequences`, `token_budget`, `chunk_size`:
     see `LoopLimits`, as for `policy` and `prefix_cache`. The key/value cache takes `cache_tokens` tokens, or `cache_bytes`
     (1 GiB unless given); no more than max_sequences sequences can use. `max_context` bounds the tokens of a sequence further
-    than the engine itself does.
+    than the engine itself does. `speculate` ("ngram", "self", or the folder of a smaller engine) and `draft_tokens` ("auto" or a
+    number) let tokens be proposed and verified (`drafters.py`); that changes how fast tokens come, and none of them.
     """
     if weights not in ("mmap", "copy"):
         raise InputError(
@@ -111,6 +115,8 @@ def load(
             max_context=max_context,
             policy=policy,
             prefix_cache=prefix_cache,
+            speculate=speculate,
+            draft_tokens=draft_tokens,
         )
     except BaseException:
         executor.close()
@@ -133,6 +139,8 @@ class Engine:
         max_context: int | None = None,
         policy: str = "fair",
         prefix_cache: bool = True,
+        speculate: str | os.PathLike[str] | None = None,
+        draft_tokens: int | str = "auto",
     ) -> None:
         self.artifact = artifact
         self.executor = executor
@@ -181,6 +189,8 @@ class Engine:
             model.get("eos_token_ids", ()),
             _cache_identity(artifact, executor),
         )
+        if speculate is not None:
+            drafters.speculate(self.loop, speculate, draft_tokens)
         self._compiler = (
             ConstraintCompiler(self.tokenizer.to_json(), self.vocab_size, model.get("eos_token_ids", ()))
             if self.tokenizer is not None
@@ -196,6 +206,8 @@ class Engine:
         with self._lock:
             if not self._closed:
                 self._closed = True
+                if self.loop.speculator is not None:
+                    self.loop.speculator.close()
                 self.executor.close()
 
     def __enter__(self) -> Engine:

@@ -2,25 +2,31 @@
 
 A step is a transaction over requests: until the executor has returned, no request has changed. Should the
 executor fail, the step's requests are run one by one, so that only the one at fault ends (running a step
-twice writes the same keys and values to the same places).
+twice writes the same keys and values to the same places). What a drafter proposed is left out then.
+
+Proposed tokens are computed with the request's own, and only those that came true are committed: the others' keys and values
+lie beyond the sequence's end, in pages of its own, where the next step writes over them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from enginewright.backends.base import Executor, StepInput
 from enginewright.recipes.errors import EnginewrightError, RequestError
 
-from .drawing import Drawer, StepDraws, logit_rows
+from .drawing import Drawer, Drawn, StepDraws, logit_rows
 from .pages import GroupSpec, PagePool
 from .plan import Plan
 from .policies import get_policy
 from .request import Request, Status, check_token_ids
 from .scheduler import Scheduler
+from .speculation import Speculator
 from .statistics import LoopStatistics, count_pages
 
 __all__ = ["EngineLoop", "LoopLimits", "StepReport"]
@@ -62,7 +68,8 @@ class StepReport:
 class EngineLoop:
     """Serves requests on one executor. Not thread-safe: one caller at a time.
 
-    `identity` names what, beside tokens, decides keys and values: the model and its cache's format.
+    `identity` names what, beside tokens, decides keys and values: the model and its cache's format. `speculator` may be set
+    before the first step: it has tokens proposed, which steps verify.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class EngineLoop:
             self.pool, limits.token_budget, limits.chunk_size, limits.row_budget, get_policy(limits.policy)
         )
         self._drawer = Drawer(executor.vocab_size, eos_token_ids, executor)
+        self.speculator: Speculator | None = None
         self._input = _InputBuffers(limits)
         self._steps = self._tokens_computed = self._tokens_generated = 0
         self._last = (0, 0)  # sequences and tokens of the last step
@@ -182,16 +190,24 @@ class EngineLoop:
             self._copy(plan, changed)
         if not plan.counts:
             return StepReport(0, 0, changed)
+        started = time.perf_counter()
+        if self.speculator is not None:
+            self.speculator.propose(plan, self.scheduler)
+        drafts = plan.drafts
         work = list(plan.counts.items())
         padding = [request for request in plan.padding if request.slot >= 0]  # else its batch has ended since
         tokens = sum(plan.counts.values()) + len(padding)
         try:
-            self._run(work, changed, padding)
+            self._run(work, changed, padding, drafts)
         except Exception as error:
-            if len(work) == 1:
+            if len(work) == 1 and not drafts:
                 self._fail(work[0][0], error, changed)
             else:
-                self._run_each(work, changed)
+                if self.speculator is not None:
+                    self.speculator.withdraw(plan, self.scheduler)
+                self._run_each(list(plan.counts.items()), changed)
+        if self.speculator is not None:
+            self.speculator.settle(plan, time.perf_counter() - started)
         self._steps += 1
         self._tokens_computed += tokens
         self._last = (len(work) + len(padding), tokens)
@@ -222,7 +238,11 @@ class EngineLoop:
                 self._fail(item[0], error, changed)
 
     def _run(
-        self, work: list[tuple[Request, int]], changed: list[Request], padding: Sequence[Request] = ()
+        self,
+        work: list[tuple[Request, int]],
+        changed: list[Request],
+        padding: Sequence[Request] = (),
+        drafts: Mapping[Request, list[int]] = MappingProxyType({}),
     ) -> None:
         """Run a step of `work` and commit it; rows of `padding` are computed with it and thrown away."""
         rows, row_counts = logit_rows(work)
@@ -232,14 +252,23 @@ class EngineLoop:
             start = sum(count for _, count in work)
             most = self.scheduler.row_budget - wanted
             rows += list(range(start, start + len(padding)))[:most]
-        step = self._input.fill(computed, rows, self.pool.rows([request.slot for request, _ in computed]))
+        tables = self.pool.rows([request.slot for request, _ in computed])
+        step = self._input.fill(computed, rows, tables, drafts)
         logits = self.executor.step(step)[:wanted]
-        draws = self._drawer.draw(work, row_counts, logits)
+        draws = self._drawer.draw(work, row_counts, logits, drafts)
         # Nothing below can fail: the step is committed whole.
-        self._commit(work, draws, changed)
+        self._commit(work, draws, changed, drafts)
 
-    def _commit(self, work: list[tuple[Request, int]], draws: StepDraws, changed: list[Request]) -> None:
+    def _commit(
+        self,
+        work: list[tuple[Request, int]],
+        draws: StepDraws,
+        changed: list[Request],
+        drafts: Mapping[Request, list[int]],
+    ) -> None:
         for request, count in work:
+            if request in drafts:  # how far it has come will show once its tokens are known
+                count -= len(drafts[request])
             self.pool.commit(request.slot, count)
             request.computed += count
         for request, rows in draws.kept:
@@ -252,26 +281,34 @@ class EngineLoop:
             if not request.draws and len(request.prompt_logprobs) == request.prompt_length:
                 changed.append(request)
                 self._finish(request, FINISH_LENGTH)
-        for request, drawn in draws.drawn:
+        for request, run in draws.drawn:
             changed.append(request)
-            if drawn.error is not None:
-                request.error = drawn.error
-                self._finish(request, FINISH_ERROR)
-                continue
-            token, options = drawn.token, request.options
-            self._tokens_generated += 1
-            request.tokens.append(token)
-            request.logprobs.append(drawn.logprob)
-            if drawn.top is not None:
-                request.top_logprobs.append(drawn.top)
-            if (
-                drawn.complete
-                or (token in self.eos_token_ids and not options.ignore_eos)
-                or token in options.stop_token_ids
-            ):
-                self._finish(request, FINISH_STOP)
-            elif len(request.tokens) >= request.limit:
-                self._finish(request, FINISH_LENGTH)
+            for place, drawn in enumerate(run):
+                if place:  # the token before was proposed, and its keys and values stand
+                    self.pool.commit(request.slot, 1)
+                    request.computed += 1
+                self._take(request, drawn)
+                if request.finished:
+                    break
+            else:
+                if request in drafts:
+                    self.pool.trim(request.slot)
+
+    def _take(self, request: Request, drawn: Drawn) -> None:
+        """Give the request its next token, or the error that ends it."""
+        if drawn.error is not None:
+            request.error = drawn.error
+            self._finish(request, FINISH_ERROR)
+            return
+        self._tokens_generated += 1
+        request.tokens.append(drawn.token)
+        request.logprobs.append(drawn.logprob)
+        if drawn.top is not None:
+            request.top_logprobs.append(drawn.top)
+        if drawn.complete or self._drawer.ends(request, drawn.token):
+            self._finish(request, FINISH_STOP)
+        elif len(request.tokens) >= request.limit:
+            self._finish(request, FINISH_LENGTH)
 
     def _fail(self, request: Request, error: Exception, changed: list[Request]) -> None:
         if isinstance(error, RequestError):
@@ -287,6 +324,8 @@ class EngineLoop:
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
+        if self.speculator is not None:
+            self.speculator.forget(request)
         self._finished[reason] = self._finished.get(reason, 0) + 1
         if request.number >= 0:  # it was queued
             self.scheduler.remove(request, ended=reason in (FINISH_STOP, FINISH_LENGTH))
@@ -303,7 +342,13 @@ class _InputBuffers:
         self._lengths = np.zeros(limits.max_sequences, np.int32)
         self._rows = np.zeros(limits.token_budget, np.int32)
 
-    def fill(self, work: list[tuple[Request, int]], rows: list[int], page_tables: np.ndarray) -> StepInput:
+    def fill(
+        self,
+        work: list[tuple[Request, int]],
+        rows: list[int],
+        page_tables: np.ndarray,
+        drafts: Mapping[Request, list[int]],
+    ) -> StepInput:
         tokens: list[int] = []
         positions: list[int] = []
         starts = [0]
@@ -315,6 +360,8 @@ class _InputBuffers:
                 positions.append(computed)
             else:
                 tokens += request.tokens[computed : computed + count]
+                if request in drafts:
+                    tokens += drafts[request]
                 positions += range(computed, computed + count)
             starts.append(len(tokens))
             lengths.append(computed + count)

@@ -191,6 +191,20 @@ class PagePool:
             if first > self._first[g][slot]:
                 self._give_back(g, slot, first)
 
+    def trim(self, slot: int, count: int = 0) -> None:
+        """Give back the pages that the next `count` tokens do not need: what was reserved beyond them was not committed."""
+        end = self._length[slot] + count
+        for g, group in enumerate(self.groups):
+            past, needed = self._past[g][slot], -(-end // group.page_size)
+            row = self.tables[g, slot]
+            for place in range(past - 1, needed - 1, -1):
+                page = int(row[place])
+                row[place] = NO_PAGE
+                self._references[g][page] = 0
+                self._free[g].append(page)
+                self._past[g][slot] = place
+        self._room[slot] = min(self._past[g][slot] * group.page_size for g, group in enumerate(self.groups))
+
     def _take(self, g: int) -> int:
         """Return a page for one holder: a free one, or the cached one that was used least recently."""
         if self._free[g]:

@@ -14,7 +14,8 @@ __all__ = ["Plan"]
 class Plan:
     """One step's work: `counts[request]` tokens of each, and one row each of `padding`.
 
-    `copies` are made first, in order. `exhausted` ended for want of pages; of `failed`, the pool raised an error.
+    `drafts[request]` are proposed tokens that follow the request's own; `counts` includes them. `copies` are made first, in
+    order. `exhausted` ended for want of pages; of `failed`, the pool raised an error.
     """
 
     rows: int  # logit rows that may still be asked for
@@ -22,6 +23,7 @@ class Plan:
     tokens: int = 0
     counts: dict[Request, int] = field(default_factory=dict)
     padding: list[Request] = field(default_factory=list)
+    drafts: dict[Request, list[int]] = field(default_factory=dict)
     copies: list[tuple[Request, Copy]] = field(default_factory=list)
     exhausted: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
@@ -37,8 +39,23 @@ class Plan:
         self.tokens += count
         self.rows -= len(request.wanted_rows(count))
 
+    def draft(self, request: Request, tokens: list[int]) -> None:
+        """Let proposed tokens follow those that are planned of the request, which are all that it has."""
+        self.drafts[request] = tokens
+        self.counts[request] += len(tokens)
+        self.tokens += len(tokens)
+        self.rows -= len(tokens)
+
+    def undraft(self, request: Request) -> None:
+        """Plan none of the request's proposed tokens."""
+        count = len(self.drafts.pop(request, ()))
+        self.counts[request] -= count
+        self.tokens -= count
+        self.rows += count
+
     def take_back(self, request: Request) -> int:
         """Plan none of the request's tokens; return how many they were."""
+        assert request not in self.drafts
         count = self.counts.pop(request, 0)
         if count:
             self.tokens -= count

@@ -22,6 +22,7 @@ __all__ = ["Completion", "Request", "SamplingOptions", "Status", "check_token_id
 
 MAX_SEED = 2**64 - 1
 MOST_LOGPROBS = 20
+MOST_DRAFT_TOKENS = 64  # proposed for one request in a step
 
 TopLogprobs = list[tuple[int, float]]  # (token id, log-probability), best first, lowest id on ties
 
@@ -96,6 +97,8 @@ class SamplingOptions:
     - `logprobs`: N keeps the N best log-probabilities of every generated position; None keeps the drawn token's alone.
     - `prompt_logprobs`: N keeps the log-probability of every prompt token but the first, and the N best beside it.
     - `constraint`: what the text must be (`constraints.py`).
+    - `draft_tokens`: at most so many tokens are proposed for verification in a step, where the engine speculates; 0 turns it
+      off for the request, None leaves it to the engine. It changes no token.
 
     Log-probabilities are the model's own at temperature 1, before penalties, bias and constraints.
     """
@@ -119,6 +122,7 @@ class SamplingOptions:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -127,9 +131,13 @@ class SamplingOptions:
         set_(self, "seed", _integer("seed", self.seed, 0, MAX_SEED))
         set_(self, "top_k", _integer("top_k", self.top_k, 0, None))
         set_(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, self.max_tokens))
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, most in (
+            ("logprobs", MOST_LOGPROBS),
+            ("prompt_logprobs", MOST_LOGPROBS),
+            ("draft_tokens", MOST_DRAFT_TOKENS),
+        ):
             if getattr(self, name) is not None:
-                set_(self, name, _integer(name, getattr(self, name), 0, MOST_LOGPROBS))
+                set_(self, name, _integer(name, getattr(self, name), 0, most))
         for name, (low, high, expected) in _RANGES.items():
             above_low = name == "repetition_penalty"
             set_(self, name, _number(name, getattr(self, name), low, high, expected, above_low=above_low))
@@ -231,9 +239,12 @@ class Request:
     )  # its tokens, for the prefix cache
     computed: int = field(init=False, default=0)
     cached_tokens: int = field(init=False, default=0)  # prompt tokens that came from the prefix cache
+    drafted: int = field(init=False, default=0)  # proposed tokens that were verified
+    accepted: int = field(init=False, default=0)  # of them, those that came true
     slot: int = field(init=False, default=-1)  # row of the page tables while running
     status: Status = field(init=False, default=Status.WAITING)
     preemptions: int = field(init=False, default=0)
+    beyond: int = field(init=False, default=0)  # tokens that were drawn, but lie after the output's end
     logprobs: list[float] = field(init=False, default_factory=list)  # of each generated token
     top_logprobs: list[TopLogprobs] = field(
         init=False, default_factory=list
@@ -268,19 +279,29 @@ class Request:
         return not self.keep_logits and self.limit > self.prompt_length
 
     def wanted_rows(self, count: int) -> range:
-        """Return the positions whose logits are wanted from a step that computes the next `count` tokens."""
+        """Return the positions whose logits are wanted from a step that computes the next `count` tokens, with proposed ones."""
         stop = self.computed + count
         if not self.scores_prompt:
             length = len(self.tokens)
-            return range(length - 1, length) if stop == length else range(0)
+            return range(length - 1, stop) if stop >= length else range(0)
         if not self.keep_logits and not self.draws:
             stop = min(stop, self.prompt_length - 1)
         return range(max(self.computed, self.first_row), stop)
 
     @property
+    def generated(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self.tokens) - self.prompt_length - self.beyond
+
+    @property
     def output(self) -> list[int]:
         """The generated ids so far."""
-        return self.tokens[self.prompt_length :]
+        return self.tokens[self.prompt_length : len(self.tokens) - self.beyond]
+
+    def cut(self, generated: int) -> None:
+        """Let the output end after so many tokens: the rest came in the same step, after what ends it."""
+        self.beyond = len(self.tokens) - self.prompt_length - generated
+        del self.logprobs[generated:], self.top_logprobs[generated:]
 
     @property
     def finished(self) -> bool:

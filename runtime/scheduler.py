@@ -215,6 +215,24 @@ class Scheduler:
         except Exception as error:
             self._fail(plan, request, error)
 
+    def grant(self, plan: Plan, request: Request, wanted: int) -> int:
+        """Reserve the pages of proposed tokens after the request's own, at most `wanted`; return of how many.
+
+        They take what the step has left over: nobody is preempted for them.
+        """
+        count = plan.counts[request]
+        room = request.limit - len(request.tokens) - 1  # a step gives one token more than it is proposed
+        most = min(wanted, self.token_budget - plan.tokens, plan.rows, room)
+        if most < 1:
+            return 0
+        granted = max(self.pool.fits(request.slot, count + most) - count, 0)
+        try:
+            self.pool.reserve(request.slot, count + granted)
+        except Exception:  # the request's own tokens have their pages
+            self.pool.trim(request.slot, count)
+            return 0
+        return granted
+
     def _fail(self, plan: Plan, request: Request, error: Exception) -> None:
         """The pool raised `error` for this request: it leaves, and the others stay."""
         plan.take_back(request)

@@ -110,7 +110,7 @@ def play_in_process(engine: Engine, arrivals: Sequence[Arrival], told: Told = la
         )
         for request in report.changed:
             record = served[request]
-            new = len(request.tokens) - request.prompt_length
+            new = request.generated
             record.times.extend([now] * (new - record.new_tokens))
             record.new_tokens = new
             if request.finished and not record.finished:

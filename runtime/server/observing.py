@@ -107,6 +107,6 @@ def _request(id_: str, request: Request, age: float) -> dict[str, Any]:
         "state": "running" if request.status is Status.RUNNING else "waiting",
         "prompt_tokens": request.prompt_length,
         "computed": request.computed,
-        "generated": len(request.tokens) - request.prompt_length,
+        "generated": request.generated,
         "age_s": round(age, 2),
     }

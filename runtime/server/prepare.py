@@ -64,7 +64,7 @@ class Job:
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object: the prompts' tokens counted once each, generated tokens of all choices."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
-        generated = sum(len(request.tokens) - request.prompt_length for request in self.requests)
+        generated = sum(request.generated for request in self.requests)
         cached = sum(request.cached_tokens for request in self.requests[:: self.choices])
         return {
             "prompt_tokens": prompt,

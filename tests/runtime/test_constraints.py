@@ -139,11 +139,11 @@ def test_a_constrained_request_has_one_answer(compiler, tokenizer):
     crowds = [make_loop(), make_loop((30, 30), chunk_size=1), make_loop()]
     draw, calls = crowds[2]._drawer.draw, 0
 
-    def fail_after(work, counts, logits):
+    def fail_after(*arguments):
         nonlocal calls
         calls += 1
-        result = draw(work, counts, logits)
-        if len(work) > 1 and calls % 3 == 0:
+        result = draw(*arguments)
+        if len(arguments[0]) > 1 and calls % 3 == 0:
             raise RuntimeError("injected")
         return result
 

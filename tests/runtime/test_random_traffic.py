@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from enginewright.runtime.loop import EngineLoop
 from enginewright.runtime.policies import POLICIES
 from enginewright.runtime.request import Request, SamplingOptions
-from tests.runtime.traffic import check_step, check_survivor, make_loop, options, prompts, related_prompts
+from enginewright.runtime.speculation import Speculator
+from tests.runtime.drafters import Oracle
+from tests.runtime.traffic import (
+    alone,
+    check_step,
+    check_survivor,
+    make_loop,
+    options,
+    prompts,
+    related_prompts,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,7 @@ class Trace:
     limits: dict[str, Any]
     faults: random.Random
     fault_rate: float
+    speculation: dict[str, Any] | None = None
 
 
 traces = st.builds(
@@ -63,6 +74,16 @@ traces = st.builds(
     ),
     faults=st.builds(random.Random, st.integers(0, 2**32)),
     fault_rate=st.sampled_from([0.0, 0.0, 0.02, 0.1]),
+    speculation=st.one_of(
+        st.none(),
+        st.fixed_dictionaries(
+            {
+                "tokens": st.sampled_from([None, 1, 2, 4, 8]),
+                "errors": st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+                "free": st.booleans(),
+            }
+        ),
+    ),
 )
 
 
@@ -83,10 +104,28 @@ def inject(loop: EngineLoop, trace: Trace) -> None:
     loop.executor.copy_pages = failing(loop.executor.copy_pages, trace)  # type: ignore[method-assign]
     loop.pool._take = failing(loop.pool._take, trace)  # type: ignore[method-assign]
     loop._drawer.draw = failing(loop._drawer.draw, trace)  # type: ignore[method-assign]
+    if loop.speculator is not None:
+        drafter = loop.speculator.drafter
+        drafter.propose = failing(drafter.propose, trace)  # type: ignore[method-assign]
+
+
+def speculate(loop: EngineLoop, wanted: dict[str, Any]) -> None:
+    """Let requests have what they will say proposed to them, with errors."""
+    answers: dict[Request, list[int]] = {}
+
+    def truth(request: Request) -> list[int]:
+        if request not in answers:
+            answers[request] = alone(request.tokens[: request.prompt_length], request.options).output
+        return answers[request]
+
+    drafter = Oracle(truth, 32, wanted["errors"], free=wanted["free"])
+    loop.speculator = Speculator(drafter, wanted["tokens"])
 
 
 def play(trace: Trace) -> tuple[EngineLoop, list[Request]]:
     loop = make_loop(trace.pages, **trace.limits)
+    if trace.speculation is not None:
+        speculate(loop, trace.speculation)
     inject(loop, trace)
     requests: list[Request] = []
     ahead = sorted(trace.arrivals, key=lambda arrival: arrival.start)

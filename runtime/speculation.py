@@ -1,0 +1,219 @@
+"""Speculative decoding around a drafter: who has tokens proposed, how many, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .draft_length import Candidate, DraftLength
+from .drafting import Drafter, Proposal
+from .plan import Plan
+from .request import MOST_DRAFT_TOKENS, Request
+from .scheduler import Scheduler
+
+__all__ = ["Speculation", "Speculator"]
+
+_log = logging.getLogger(__name__)
+
+MOST_WHEN_FREE, MOST_WHEN_DRAWN = 16, 8  # tokens of a proposal where the length is chosen by measuring
+
+
+@dataclass
+class Speculation:
+    """What speculating has brought. Counters, over all requests.
+
+    drafter: its name. steps: those with proposed tokens. proposals: requests in them. drafted, accepted: proposed tokens, and
+    those that came true. by_position: (proposed, accepted) of the first, second, … token of a proposal. drafting_seconds: spent
+    by the drafter. saved_seconds: what the same tokens would have taken longer without (an estimate, from the steps' cost).
+    failures: times that the drafter raised an error; the step was made without it.
+    """
+
+    drafter: str
+    steps: int = 0
+    proposals: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    by_position: list[tuple[int, int]] = field(default_factory=list)
+    drafting_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    failures: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted of drafted tokens; 0 where there are none."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_proposal(self) -> float:
+        """Tokens that a request gained in a step which verified a proposal for it: 1 and those that came true."""
+        return 1 + self.accepted / self.proposals if self.proposals else 1.0
+
+
+@dataclass(slots=True)
+class _Open:
+    """A proposal whose truth the step will tell; `length` of its tokens are verified, the rest only compared."""
+
+    proposal: Proposal
+    length: int
+    before: int  # tokens of the request
+
+
+class Speculator:
+    """Lets one drafter propose for one loop.
+
+    `tokens`: proposed for a request in a step, fixed; None: as `DraftLength` finds it worth.
+    """
+
+    def __init__(self, drafter: Drafter, tokens: int | None = None) -> None:
+        self.drafter = drafter
+        self.tokens = tokens
+        self.most = tokens or (MOST_WHEN_FREE if drafter.free else MOST_WHEN_DRAWN)
+        self.length = DraftLength(drafter.free, min(self.most, MOST_DRAFT_TOKENS))
+        self.figures = Speculation(drafter.name)
+        self._open: dict[Request, _Open] = {}
+        self._plain_tokens = self._sequences = 0  # of the step, without what is proposed
+        self._drafting = 0.0
+
+    def propose(self, plan: Plan, scheduler: Scheduler) -> None:
+        """Let the plan's decoding requests be followed by proposed tokens, with their pages."""
+        self._plain_tokens = plan.tokens
+        self._sequences = sum(r.computed + count >= len(r.tokens) for r, count in plan.counts.items())
+        self._open.clear()
+        self._drafting = 0.0
+        candidates = [
+            Candidate(request, most)
+            for request, count in plan.counts.items()
+            if count == 1 and len(request.tokens) - request.computed == 1 and (most := self._most(request))
+        ]
+        if not candidates:
+            return
+        started = time.perf_counter()
+        if self.drafter.free:
+            self._choose_among(candidates, plan, scheduler)
+        else:
+            self._choose_before(candidates, plan, scheduler)
+        self._drafting = time.perf_counter() - started
+        self.figures.drafting_seconds += self._drafting
+
+    def _most(self, request: Request) -> int:
+        """How many tokens may be proposed for the request: one less than it may still have."""
+        wanted = request.options.draft_tokens
+        most = self.most if wanted is None else wanted
+        return max(min(most, request.limit - len(request.tokens) - 1), 0)
+
+    def _choose(self, candidates: Sequence[Candidate], plan: Plan) -> list[int]:
+        if self.tokens is not None:
+            return [candidate.most for candidate in candidates]
+        return self.length.choose(candidates, self._sequences, self._plain_tokens)
+
+    def _choose_among(self, candidates: list[Candidate], plan: Plan, scheduler: Scheduler) -> None:
+        """Ask first, and verify what is worth it; the rest is compared with the tokens that come."""
+        made = self._ask([(candidate.request, candidate.most) for candidate in candidates])
+        found = [
+            (Candidate(candidate.request, len(proposal.tokens), proposal.kind), proposal)
+            for candidate, proposal in zip(candidates, made, strict=True)
+            if proposal.tokens
+        ]
+        lengths = self._choose([candidate for candidate, _ in found], plan)
+        for (candidate, proposal), length in zip(found, lengths, strict=True):
+            request = candidate.request
+            granted = scheduler.grant(plan, request, length) if length else 0
+            if granted:
+                plan.draft(request, proposal.tokens[:granted])
+            self._open[request] = _Open(proposal, granted, len(request.tokens))
+
+    def _choose_before(self, candidates: list[Candidate], plan: Plan, scheduler: Scheduler) -> None:
+        """Choose lengths, reserve pages, and ask for no more than that."""
+        wanted: list[tuple[Request, int]] = []
+        for candidate, length in zip(candidates, self._choose(candidates, plan), strict=True):
+            granted = scheduler.grant(plan, candidate.request, length) if length else 0
+            if granted:
+                wanted.append((candidate.request, granted))
+                # Counted at once, so that the next one is granted what is left.
+                plan.draft(candidate.request, [0] * granted)
+        if not wanted:
+            return
+        started = time.perf_counter()
+        made = self._ask(wanted)
+        self.length.drafting.observe(max(count for _, count in wanted), time.perf_counter() - started)
+        for (request, _), proposal in zip(wanted, made, strict=True):
+            plan.undraft(request)
+            if proposal.tokens:
+                plan.draft(request, proposal.tokens)
+                self._open[request] = _Open(proposal, len(proposal.tokens), len(request.tokens))
+            scheduler.pool.trim(request.slot, plan.counts[request])
+
+    def _ask(self, wanted: list[tuple[Request, int]]) -> list[Proposal]:
+        """Return the drafter's proposals; nothing from one that fails, since no token depends on it."""
+        try:
+            return self.drafter.propose(wanted)
+        except Exception:
+            if not self.figures.failures:
+                _log.exception(
+                    "the drafter has failed; the step is made without it, and later failures are only counted"
+                )
+            self.figures.failures += 1
+            return [Proposal() for _ in wanted]
+
+    def withdraw(self, plan: Plan, scheduler: Scheduler) -> None:
+        """The step failed: it is made again without proposed tokens."""
+        for request in list(plan.drafts):
+            plan.undraft(request)
+            scheduler.pool.trim(request.slot, plan.counts[request])
+            self.drafter.settle(request, 0)
+        self._open.clear()
+
+    def settle(self, plan: Plan, seconds: float) -> None:
+        """The step was committed, and took so long with its drafting: see what came true."""
+        figures, gained = self.figures, 0
+        for request, opened in self._open.items():
+            tokens = opened.proposal.tokens
+            came = request.tokens[opened.before :]
+            length = opened.length
+            known = min(len(came), length or 1)
+            accepted = next((i for i in range(known) if came[i] != tokens[i]), known)
+            rejected = accepted < known
+            self.length.observe(request, opened.proposal.kind, accepted, rejected)
+            if length:
+                gained += max(len(came) - 1, 0)
+                self._count(request, length, accepted)
+            if not request.finished:
+                self.drafter.settle(request, accepted)
+        if plan.drafts:
+            figures.steps += 1
+        saved = self.length.observe_step(plan.tokens, seconds, self._plain_tokens, self._sequences, gained)
+        figures.saved_seconds += saved
+        if plan.tokens <= MOST_FITTED:
+            self.length.steps.observe(plan.tokens, seconds - self._drafting)
+        for request in self._open:
+            if request.finished:
+                self.length.forget(request)
+        self._open.clear()
+
+    def _count(self, request: Request, length: int, accepted: int) -> None:
+        figures = self.figures
+        figures.proposals += 1
+        figures.drafted += length
+        figures.accepted += accepted
+        request.drafted += length
+        request.accepted += accepted
+        for place in range(length):
+            if place == len(figures.by_position):
+                figures.by_position.append((0, 0))
+            drafted, true = figures.by_position[place]
+            figures.by_position[place] = (drafted + 1, true + (place < accepted))
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self.drafter.forget(request)
+        if request not in self._open:
+            self.length.forget(request)
+
+    def close(self) -> None:
+        """Give back what the drafter holds."""
+        self.drafter.close()
+
+
+MOST_FITTED = 128  # tokens of a step whose time is still of use for the cost of one more
