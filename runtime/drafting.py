@@ -32,11 +32,13 @@ class Proposal:
 class Drafter(Protocol):
     """Proposes tokens for running requests. Called by the loop alone, between its steps.
 
-    `name`: as in `--speculate`. `free`: proposing costs next to nothing, whether or not it is verified.
+    `name`: as in `--speculate`. `free`: proposing costs next to nothing, whether or not it is verified. `keep_logits`: whether
+    proposals are to hold the logits that their tokens were drawn from; set before the first call.
     """
 
     name: str
     free: bool
+    keep_logits: bool
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Proposal]:
         """Return, for each request, at most so many tokens that may follow its own; fewer, or none, where it has no idea.

@@ -21,6 +21,7 @@ from enginewright.recipes.errors import RequestError
 
 from .constraints import Matcher
 from .request import Request, TopLogprobs
+from .resampling import Dice, applies
 from .sampler import draw_row, row_drawer
 
 __all__ = ["Drawer", "Drawn", "StepDraws", "logit_rows"]
@@ -101,10 +102,12 @@ class Drawer:
         row_counts: list[int],
         logits: np.ndarray,
         drafts: Mapping[Request, list[int]] = MappingProxyType({}),
+        drafted_from: Mapping[Request, np.ndarray | None] = MappingProxyType({}),
     ) -> StepDraws:
         """Draw the next tokens of every request that the step brought to its end; score prompt tokens; keep rows.
 
-        `drafts` are the proposed tokens among those that were computed.
+        `drafts` are the proposed tokens among those that were computed. Those of requests in `drafted_from` are verified by
+        `resampling.py`'s rule, given the rows that they were drawn from, float32 [len(draft), vocab].
         """
         step = StepDraws()
         drawing: list[Request] = []
@@ -121,14 +124,19 @@ class Drawer:
                 at.append(row + rows - 1 - (len(drafts[request]) if request in drafts else 0))
             row += rows
         if drafts:
-            step.drawn = self._draw_runs(drawing, at, logits, drafts)
+            step.drawn = self._draw_runs(drawing, at, logits, drafts, drafted_from)
         elif drawing:
             drawn = self._draw_rows(drawing, at, logits)
             step.drawn = [(request, [one]) for request, one in zip(drawing, drawn, strict=True)]
         return step
 
     def _draw_runs(
-        self, drawing: list[Request], at: list[int], logits: np.ndarray, drafts: Mapping[Request, list[int]]
+        self,
+        drawing: list[Request],
+        at: list[int],
+        logits: np.ndarray,
+        drafts: Mapping[Request, list[int]],
+        drafted_from: Mapping[Request, np.ndarray | None],
     ) -> list[tuple[Request, list[Drawn]]]:
         """Draw tokens from each request's last row and from those of the proposed tokens that come true.
 
@@ -136,9 +144,16 @@ class Drawer:
         """
         runs: list[list[Drawn]] = [[] for _ in drawing]
         left = [drafts.get(request, ()) for request in drawing]
-        # (place in `drawing`, tokens before the row's): first every request's last row
-        due = [(i, 0) for i in range(len(drawing))]
         for i, request in enumerate(drawing):
+            if request in drafted_from and applies(request.options.temperature):
+                runs[i] = self._verify(request, at[i], logits, drafts[request], drafted_from[request])
+        # (place in `drawing`, tokens before the row's): first every request's last row
+        due = [
+            (i, len(run)) for i, run in enumerate(runs) if not run or self._goes_on(drawing[i], run, left[i])
+        ]
+        for i, request in enumerate(drawing):
+            if runs[i]:
+                continue
             memory = self._memory(request)
             if not memory.penalised and memory.matcher is None:
                 due += [(i, ahead + 1) for ahead in range(len(left[i]))]
@@ -158,6 +173,37 @@ class Drawer:
                 if self._goes_on(drawing[i], runs[i], left[i])
             ]
         return list(zip(drawing, runs, strict=True))
+
+    def _verify(
+        self, request: Request, at: int, logits: np.ndarray, draft: list[int], drafted_from: np.ndarray | None
+    ) -> list[Drawn]:
+        """Accept or resample the proposed tokens, from the request's last row on; the row after them is not looked at."""
+        matcher = self._memory(request).matcher
+        dice = Dice.of(request.options, request.prompt_length, self._end_ids(request), request.tokens)
+        mask = np.zeros((self.vocab_size + 31) // 32, np.uint32) if matcher is not None else None
+        best = request.options.logprobs
+        run: list[Drawn] = []
+        while len(run) < len(draft) and (not run or self._goes_on(request, run, draft)):
+            place = len(run)
+            if matcher is not None and mask is not None:
+                tokens = [*request.tokens, *draft[:place]]
+                error = matcher.follow(tokens, request.prompt_length) or matcher.fill(mask)
+                if error is not None:
+                    run.append(Drawn(-1, 0.0, error=error))
+                    break
+            row, position = logits[at + place], len(request.tokens) + place
+            given = None if drafted_from is None else drafted_from[place]
+            token = dice.verify(row, draft[place], given, position, mask)
+            if token < 0:
+                run.append(Drawn(token, 0.0, error=_not_drawn(token, position - 1)))
+                break
+            ((logprob, top),) = self._rows.score(logits, [at + place], [token], best or 0)
+            one = Drawn(token, logprob, top if best is not None else None)
+            if matcher is not None:
+                one.complete, one.error = matcher.accept(token)
+            run.append(one)
+            dice.state.extend([token], request.prompt_length)
+        return run
 
     def _goes_on(self, request: Request, run: list[Drawn], draft: Sequence[int]) -> bool:
         """Whether another row of the request is to be drawn from: its token is what was drawn last."""
@@ -252,12 +298,15 @@ class Drawer:
             mask_rows[i] = m
         return masks, mask_rows, failed
 
-    def _row(self, request: Request) -> Any:
+    def _end_ids(self, request: Request) -> list[int]:
         options = request.options
         ends = set(options.stop_token_ids)
         if not options.ignore_eos:
             ends |= self.eos_token_ids
-        return draw_row(options, request.prompt_length, sorted(i for i in ends if i < self.vocab_size))
+        return sorted(i for i in ends if i < self.vocab_size)
+
+    def _row(self, request: Request) -> Any:
+        return draw_row(request.options, request.prompt_length, self._end_ids(request))
 
     def _remember(self, request: Request) -> _Memory:
         options = request.options

@@ -63,6 +63,7 @@ def load(
     prefix_cache: bool = True,
     speculate: str | os.PathLike[str] | None = None,
     draft_tokens: int | str = "auto",
+    draft_rule: str = "same",
 ) -> Engine:
     """Load the engine in the folder `path`.
 
@@ -71,7 +72,8 @@ def load(
     see `LoopLimits`, as for `policy` and `prefix_cache`. The key/value cache takes `cache_tokens` tokens, or `cache_bytes`
     (1 GiB unless given); no more than max_sequences sequences can use. `max_context` bounds the tokens of a sequence further
     than the engine itself does. `speculate` ("ngram", "self", or the folder of a smaller engine) and `draft_tokens` ("auto" or a
-    number) let tokens be proposed and verified (`drafters.py`); that changes how fast tokens come, and none of them.
+    number) let tokens be proposed and verified (`drafters.py`); that changes how fast tokens come, and none of them, unless
+    `draft_rule` is "resample".
     """
     if weights not in ("mmap", "copy"):
         raise InputError(
@@ -117,6 +119,7 @@ def load(
             prefix_cache=prefix_cache,
             speculate=speculate,
             draft_tokens=draft_tokens,
+            draft_rule=draft_rule,
         )
     except BaseException:
         executor.close()
@@ -141,6 +144,7 @@ class Engine:
         prefix_cache: bool = True,
         speculate: str | os.PathLike[str] | None = None,
         draft_tokens: int | str = "auto",
+        draft_rule: str = "same",
     ) -> None:
         self.artifact = artifact
         self.executor = executor
@@ -190,7 +194,7 @@ class Engine:
             _cache_identity(artifact, executor),
         )
         if speculate is not None:
-            drafters.speculate(self.loop, speculate, draft_tokens)
+            drafters.speculate(self.loop, speculate, draft_tokens, draft_rule)
         self._compiler = (
             ConstraintCompiler(self.tokenizer.to_json(), self.vocab_size, model.get("eos_token_ids", ()))
             if self.tokenizer is not None

@@ -198,7 +198,7 @@ class EngineLoop:
         padding = [request for request in plan.padding if request.slot >= 0]  # else its batch has ended since
         tokens = sum(plan.counts.values()) + len(padding)
         try:
-            self._run(work, changed, padding, drafts)
+            self._run(work, changed, padding, drafts, plan.drafted_from)
         except Exception as error:
             if len(work) == 1 and not drafts:
                 self._fail(work[0][0], error, changed)
@@ -243,6 +243,7 @@ class EngineLoop:
         changed: list[Request],
         padding: Sequence[Request] = (),
         drafts: Mapping[Request, list[int]] = MappingProxyType({}),
+        drafted_from: Mapping[Request, np.ndarray | None] = MappingProxyType({}),
     ) -> None:
         """Run a step of `work` and commit it; rows of `padding` are computed with it and thrown away."""
         rows, row_counts = logit_rows(work)
@@ -255,7 +256,7 @@ class EngineLoop:
         tables = self.pool.rows([request.slot for request, _ in computed])
         step = self._input.fill(computed, rows, tables, drafts)
         logits = self.executor.step(step)[:wanted]
-        draws = self._drawer.draw(work, row_counts, logits, drafts)
+        draws = self._drawer.draw(work, row_counts, logits, drafts, drafted_from)
         # Nothing below can fail: the step is committed whole.
         self._commit(work, draws, changed, drafts)
 

@@ -59,6 +59,7 @@ class NgramDrafter:
 
     name = "ngram"
     free = True
+    keep_logits = False  # it draws nothing
 
     def __init__(self) -> None:
         self._indexes: dict[Request, _Index] = {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from .pages import Copy
 from .request import Request
 
@@ -14,8 +16,9 @@ __all__ = ["Plan"]
 class Plan:
     """One step's work: `counts[request]` tokens of each, and one row each of `padding`.
 
-    `drafts[request]` are proposed tokens that follow the request's own; `counts` includes them. `copies` are made first, in
-    order. `exhausted` ended for want of pages; of `failed`, the pool raised an error.
+    `drafts[request]` are proposed tokens that follow the request's own; `counts` includes them. Those in `drafted_from` are
+    verified by resampling.py's rule, given the logits that they were drawn from. `copies` are made first, in order.
+    `exhausted` ended for want of pages; of `failed`, the pool raised an error.
     """
 
     rows: int  # logit rows that may still be asked for
@@ -24,6 +27,7 @@ class Plan:
     counts: dict[Request, int] = field(default_factory=dict)
     padding: list[Request] = field(default_factory=list)
     drafts: dict[Request, list[int]] = field(default_factory=dict)
+    drafted_from: dict[Request, np.ndarray | None] = field(default_factory=dict)
     copies: list[tuple[Request, Copy]] = field(default_factory=list)
     exhausted: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
@@ -49,6 +53,7 @@ class Plan:
     def undraft(self, request: Request) -> None:
         """Plan none of the request's proposed tokens."""
         count = len(self.drafts.pop(request, ()))
+        self.drafted_from.pop(request, None)
         self.counts[request] -= count
         self.tokens -= count
         self.rows += count

@@ -49,7 +49,7 @@ try:
 except ImportError:  # another backend on a machine that the native module does not run on
     _native = None
 
-__all__ = ["GREEDY_BELOW", "DrawRow", "RowDrawer", "draw_row", "row_drawer"]
+__all__ = ["GREEDY_BELOW", "DrawRow", "RowDrawer", "draw_row", "probabilities", "row_drawer"]
 
 GREEDY_BELOW = 1e-5  # softmax(logits / T) has collapsed on the largest logit
 HOTTEST = 2.0**100  # higher temperatures mean this one: all that is not -inf is equally likely
@@ -67,12 +67,14 @@ def row_drawer(threads: int = 1) -> Any:
     return _native.RowDrawer(threads) if _native is not None else RowDrawer()
 
 
-def draw_row(options: SamplingOptions, prompt_length: int = 0, end_ids: Sequence[int] = ()) -> Any:
+def draw_row(
+    options: SamplingOptions, prompt_length: int = 0, end_ids: Sequence[int] = (), kind: Any = None
+) -> Any:
     """Return the DrawRow of a request: its options, in the terms of one row.
 
-    `end_ids`: the tokens that end it, which `min_tokens` holds back.
+    `end_ids`: the tokens that end it, which `min_tokens` holds back. `kind`: native where it can be, unless given.
     """
-    kind = _native.DrawRow if _native is not None else DrawRow
+    kind = kind or (_native.DrawRow if _native is not None else DrawRow)
     pairs = options.bias_pairs
     return kind(
         temperature=min(options.temperature, HOTTEST),
@@ -263,6 +265,23 @@ def _cut(row: np.ndarray, state: DrawRow) -> np.ndarray:
         distances = np.abs(depths.astype(np.float64) - mean).astype(np.float32)
         ids = ids[_keep_weight(distances, weights, state.typical_p)]
     return ids
+
+
+def probabilities(
+    row: np.ndarray, state: DrawRow, position: int, allowed: np.ndarray | None = None
+) -> np.ndarray | int:
+    """Return what a token at `position` is drawn from, float64 [vocab], for temperatures above greedy; an error as -1 or -2."""
+    if not math.isfinite(_logsumexp(row)[0]):
+        return -1
+    row = state.adjust(row, position, allowed)
+    largest = row.max()
+    if not largest > -np.inf:
+        return -2
+    ids = _cut(row, state)
+    weights = np.exp((row[ids].astype(np.float64) - largest) / state.temperature)
+    found = np.zeros(len(row))
+    found[ids] = weights / weights.sum()
+    return found
 
 
 def _draw_token(row: np.ndarray, state: DrawRow, position: int) -> int:

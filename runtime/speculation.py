@@ -63,11 +63,13 @@ class _Open:
 class Speculator:
     """Lets one drafter propose for one loop.
 
-    `tokens`: proposed for a request in a step, fixed; None: as `DraftLength` finds it worth.
+    `tokens`: proposed for a request in a step, fixed; None: as `DraftLength` finds it worth. `resample`: verify by the rule of
+    `resampling.py`, which is exact in distribution, but lets tokens depend on what was proposed.
     """
 
-    def __init__(self, drafter: Drafter, tokens: int | None = None) -> None:
+    def __init__(self, drafter: Drafter, tokens: int | None = None, resample: bool = False) -> None:
         self.drafter = drafter
+        self.resample = drafter.keep_logits = resample
         self.tokens = tokens
         self.most = tokens or (MOST_WHEN_FREE if drafter.free else MOST_WHEN_DRAWN)
         self.length = DraftLength(drafter.free, min(self.most, MOST_DRAFT_TOKENS))
@@ -121,7 +123,7 @@ class Speculator:
             request = candidate.request
             granted = scheduler.grant(plan, request, length) if length else 0
             if granted:
-                plan.draft(request, proposal.tokens[:granted])
+                self._plan(plan, request, Proposal(proposal.tokens[:granted], logits=proposal.logits))
             self._open[request] = _Open(proposal, granted, len(request.tokens))
 
     def _choose_before(self, candidates: list[Candidate], plan: Plan, scheduler: Scheduler) -> None:
@@ -141,9 +143,14 @@ class Speculator:
         for (request, _), proposal in zip(wanted, made, strict=True):
             plan.undraft(request)
             if proposal.tokens:
-                plan.draft(request, proposal.tokens)
+                self._plan(plan, request, proposal)
                 self._open[request] = _Open(proposal, len(proposal.tokens), len(request.tokens))
             scheduler.pool.trim(request.slot, plan.counts[request])
+
+    def _plan(self, plan: Plan, request: Request, proposal: Proposal) -> None:
+        plan.draft(request, proposal.tokens)
+        if self.resample:
+            plan.drafted_from[request] = proposal.logits
 
     def _ask(self, wanted: list[tuple[Request, int]]) -> list[Proposal]:
         """Return the drafter's proposals; nothing from one that fails, since no token depends on it."""

@@ -27,7 +27,7 @@ class Oracle:
         self.open: dict[Request, tuple[int, list[int]]] = {}
         self.known: set[Request] = set()
         self.accepted: list[tuple[int, int]] = []  # (proposed, accepted) of every proposal that was settled
-        self.closed = False
+        self.closed = self.keep_logits = False
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Proposal]:
         made = []
