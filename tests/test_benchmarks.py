@@ -10,8 +10,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import quality, texts
+from benchmarks import overhead, quality, texts
 from benchmarks.divergence import bootstrap, divergence, losses
+from tests import engines
 from tests.passes.architectures import VOCAB, folder
 
 
@@ -151,3 +152,13 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ):
         run = CliRunner().invoke(quality.main, arguments)
         assert run.exit_code == 2 and word in run.output, run.output
+
+
+def test_what_python_costs_in_a_full_server(tmp_path: Path) -> None:
+    figures = tmp_path / "overhead.json"
+    arguments = ["--engine", str(engines.built("smollm2", "int4")), "--streams", "3", "--tokens", "20"]
+    done = CliRunner().invoke(overhead.main, [*arguments, "--threads", "1", "--json", str(figures)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(figures.read_text())
+    assert found["steps"] >= 10 and found["period"] >= found["native"] > 0
+    assert found["loop_cpu"] > 0 and found["events_cpu"] > 0 and "3 streams" in done.output
