@@ -68,6 +68,8 @@ BAD_COMPLETIONS = [
     ("prompt", {"prompt": {"text": "A"}}),
     ("prompt", {"prompt": []}),
     ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": ["A"] * 129}),
+    ("n", {"prompt": ["A"] * 128, "n": 2}),
     ("prompt", {"prompt": ["A"] * 100_000}),
     ("prompt", {"prompt": "A" * 500}),
     ("presence_penalty", {"presence_penalty": 3}),
