@@ -169,6 +169,13 @@ class AsyncEngine:
         """
         if not requests:
             raise RequestError("there is nothing to compute", expected="at least one request")
+        if self.max_unfinished is not None and len(requests) > self.max_unfinished:
+            raise RequestError(
+                "the request asks for more answers than the server ever takes",
+                found=f"{len(requests)} (choices of all prompts)",
+                expected=f"at most {self.max_unfinished}",
+                action="ask for them in several requests, or let more of them wait (--max-queue)",
+            )
         if self.max_unfinished is not None and self.unfinished + len(requests) > self.max_unfinished:
             raise Overloaded(
                 "the server is full",

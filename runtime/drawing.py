@@ -10,6 +10,7 @@ would be in a step of its own: penalties count the tokens before it, those of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -118,16 +119,23 @@ class Drawer:
                 if request.keep_logits:
                     step.kept.append((request, logits[row : row + rows].copy()))
                 else:
-                    step.scored.append((request, self._score(request, count, row, rows, logits)))
+                    scores = self._score(request, count, row, rows, logits)
+                    bad = next((i for i, entry in enumerate(scores) if entry and math.isnan(entry[0])), None)
+                    if bad is not None:
+                        error = _not_drawn(-1, request.wanted_rows(count).start + bad)
+                        step.drawn.append((request, [Drawn(-1, math.nan, error=error)]))
+                        row += rows
+                        continue
+                    step.scored.append((request, scores))
             if rows and request.computed + count >= len(request.tokens) and request.draws:
                 drawing.append(request)
                 at.append(row + rows - 1 - (len(drafts[request]) if request in drafts else 0))
             row += rows
         if drafts:
-            step.drawn = self._draw_runs(drawing, at, logits, drafts, drafted_from)
+            step.drawn += self._draw_runs(drawing, at, logits, drafts, drafted_from)
         elif drawing:
             drawn = self._draw_rows(drawing, at, logits)
-            step.drawn = [(request, [one]) for request, one in zip(drawing, drawn, strict=True)]
+            step.drawn += [(request, [one]) for request, one in zip(drawing, drawn, strict=True)]
         return step
 
     def _draw_runs(

@@ -6,7 +6,8 @@ Rules:
 2. Running requests come first: those with one pending token (decodes) always get it, then prompts get chunks, by turn, until the
    step's token budget is used up.
 3. Then waiting requests enter by turn, while pages remain for all their tokens beside what the running ones still need. What
-   the prefix cache holds of them is not computed. One whose next tokens a running prompt is about to write waits for them.
+   the prefix cache holds of them is not computed. One whose next tokens a running prompt of an earlier turn is about to write
+   waits for them.
 4. Where a running request finds no page, the one with the last turn is preempted: it gives everything back and is
    computed again later (its tokens are kept, so nothing that was said changes). The first always moves on, so the whole does.
 5. A request that is alone and still finds no page has reached what the pool can hold: it ends with "length".
@@ -320,6 +321,8 @@ class Scheduler:
         place = len(hit.nodes)
         if hit.length < most and place < len(request.blocks) and not self.policy.batches:
             for writer in self.running:
+                if writer.turn > request.turn:  # by turn: from here on, all give way to this request
+                    break
                 if (
                     writer.computed < (place + 1) * cache.page_size
                     and place < len(writer.blocks)

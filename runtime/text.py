@@ -166,7 +166,10 @@ class Tokenizer:
 
 
 class _Stream(Protocol):
-    """Turns tokens into text that later tokens cannot change."""
+    """Turns tokens into text that later tokens cannot change. `held`: whole characters that it has, and holds back."""
+
+    @property
+    def held(self) -> str: ...
 
     def push(self, token: int) -> str: ...
 
@@ -195,6 +198,11 @@ class IncrementalDetokenizer:
             tokens = [token for token in tokens if token not in self._hidden]
         return "".join([push(token) for token in tokens])
 
+    @property
+    def held(self) -> str:
+        """Whole characters that are held back: the next token's text comes after them."""
+        return self._stream.held
+
     def finish(self) -> str:
         """Return what was held back; an unfinished character becomes U+FFFD."""
         return self._stream.finish()
@@ -216,6 +224,8 @@ _BYTE_OF = _byte_alphabet()
 
 class _ByteLevelStream:
     """`ByteLevel`: pieces spell bytes in GPT-2's alphabet; the bytes are decoded as one string."""
+
+    held = ""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -270,6 +280,10 @@ class _ByteFallbackStream:
                 return self._strip(self._push_byte(byte))
         return self._strip(self._end_run() + piece) if self._run or self._invalid else self._strip(piece)
 
+    @property
+    def held(self) -> str:
+        return "" if self._invalid else self._text
+
     def _push_byte(self, byte: int) -> str:
         if self._invalid:
             return _INVALID
@@ -310,6 +324,8 @@ class _WholeStream:
 
     Where spaces are cleaned up, the last two words are held back, for the patterns reach no further.
     """
+
+    held = ""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer

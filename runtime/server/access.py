@@ -116,7 +116,9 @@ class Access:
         answers = self.service.responses
         answers[route, status] = answers.get((route, status), 0) + 1
         self.service.disconnects += notes.get("ended") == "disconnected"
-        looks = scope["method"] == "GET" and status < 400  # probes and the live page ask every second
+        looks = (
+            scope["method"] in ("GET", "HEAD") and status < 400
+        )  # probes and the live page ask every second
         if looks or scope["path"] in _OPEN or not request_log.isEnabledFor(logging.INFO):
             return
         line: dict[str, Any] = {

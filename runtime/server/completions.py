@@ -13,7 +13,7 @@ from ..loop import FINISH_ERROR
 from ..request import Request
 from .errors import ApiError, api_error, not_computed
 from .exchange import Exchange, quote
-from .logprobs import CompletionLogprobs
+from .logprobs import CompletionLogprobs, finite
 from .prepare import Job, Prompt, make_job, structured, too_long
 from .schemas import CompletionRequest, parse, usage_wanted
 from .settings import Limits
@@ -46,8 +46,8 @@ def _prepare(service: Any, engine: Engine, raw: bytes) -> Job:
     prompts = _prompts(engine, body.prompt, body.add_special_tokens is not False, limits)
     echo = bool(body.echo)
     prompt_logprobs = body.prompt_logprobs
-    if echo and body.logprobs is not None:
-        prompt_logprobs = body.logprobs if prompt_logprobs is None else max(prompt_logprobs, body.logprobs)
+    if echo and body.logprobs is not None and (prompt_logprobs is None or prompt_logprobs >= 0):
+        prompt_logprobs = max(prompt_logprobs or 0, body.logprobs)
     job = make_job(
         engine,
         body,
@@ -136,7 +136,7 @@ def _choice(job: Job, engine: Engine, index: int, text: str, reason: str) -> dic
     logprobs = None
     if job.extra["logprobs"] is not None:
         assert engine.tokenizer is not None
-        parts = [_prompt_logprobs(job, engine, request)] if job.extra["echo"] is not None else []
+        parts = [_prompt_logprobs(job, engine, index)] if job.extra["echo"] is not None else []
         made = CompletionLogprobs(engine.tokenizer, len(echoed))
         parts.append(made.take(request.output, request.logprobs, _top(job, request)))
         logprobs = {key: _joined([part[key] for part in parts]) for key in parts[0]}
@@ -147,7 +147,7 @@ def _choice(job: Job, engine: Engine, index: int, text: str, reason: str) -> dic
         "finish_reason": reason,
     }
     if job.extra["prompt_logprobs"] is not None:
-        choice["prompt_logprobs"] = _raw_prompt_logprobs(request)
+        choice["prompt_logprobs"] = _raw_prompt_logprobs(job, request)
     return choice
 
 
@@ -160,42 +160,53 @@ def _joined(values: list[Any]) -> list[Any] | None:
     return [entry for value in lists for entry in value] if lists else None
 
 
-def _prompt_logprobs(job: Job, engine: Engine, request: Request) -> dict[str, Any]:
+def _prompt_logprobs(job: Job, engine: Engine, index: int) -> dict[str, Any]:
     """The prompt's part of an echoed completion: one entry a token, None for the first."""
     assert engine.tokenizer is not None
+    request = job.requests[index]
     known = request.prompt_logprobs
     best = [None if entry is None else entry[1][: job.extra["logprobs"]] for entry in known]
-    return CompletionLogprobs(engine.tokenizer).take(
+    return CompletionLogprobs(engine.tokenizer, text=job.texts[index] or "").take(
         request.tokens[: request.prompt_length],
         [None if entry is None else entry[0] for entry in known],
         best if job.extra["logprobs"] else (),
     )
 
 
-def _raw_prompt_logprobs(request: Request) -> list[dict[str, Any] | None]:
+def _raw_prompt_logprobs(job: Job, request: Request) -> list[dict[str, Any] | None]:
     """One {token id: log-probability} a prompt token: the token's own first, then the best; None for the first."""
-    return [
-        None if entry is None else {str(token): entry[0], **{str(t): p for t, p in entry[1] if t != token}}
-        for token, entry in zip(request.tokens, request.prompt_logprobs, strict=False)
-    ]
+    told: list[dict[str, Any] | None] = []
+    for token, entry in zip(request.tokens, request.prompt_logprobs, strict=False):
+        if entry is None:
+            told.append(None)
+            continue
+        best = entry[1][: job.extra["prompt_logprobs"]]
+        pairs = [(token, entry[0]), *((other, logprob) for other, logprob in best if other != token)]
+        told.append({str(id_): finite(logprob) for id_, logprob in pairs})
+    return told
 
 
 async def _stream(exchange: Exchange, job: Job, stream: Any, engine: Engine) -> None:
     head = quote(_head(job))[:-1]
     makers: dict[int, CompletionLogprobs] = {}
+    begun: set[int] = set()
     async for delta in stream:
         if delta.finish_reason == FINISH_ERROR:
             raise not_computed(delta.error)
         text, logprobs = delta.text, None
-        begins = delta.index not in makers
+        begins = delta.index not in begun
+        begun.add(delta.index)
         if begins and engine.tokenizer is not None:
             makers[delta.index] = CompletionLogprobs(engine.tokenizer, len(_echoed(job, delta.index)))
             text = _echoed(job, delta.index) + text
         if job.extra["logprobs"] is not None:
             logprobs = _delta_logprobs(job, engine, makers[delta.index], delta, begins)
-        if not text and logprobs is None and delta.finish_reason is None:
+        scored = begins and job.extra["prompt_logprobs"] is not None
+        if not text and logprobs is None and delta.finish_reason is None and not scored:
             continue
         said = "null" if logprobs is None else quote(logprobs)
+        if scored:
+            said += f', "prompt_logprobs": {quote(_raw_prompt_logprobs(job, job.requests[delta.index]))}'
         reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
         await exchange.event(
             f'{head}, "choices": [{{"index": {delta.index}, "text": {quote(text)}, "logprobs": {said}, '
@@ -210,8 +221,7 @@ async def _stream(exchange: Exchange, job: Job, stream: Any, engine: Engine) -> 
 def _delta_logprobs(
     job: Job, engine: Engine, maker: CompletionLogprobs, delta: Delta, begins: bool
 ) -> dict[str, Any] | None:
-    request = job.requests[delta.index]
     top = delta.top_logprobs if job.extra["logprobs"] else ()
-    parts = [_prompt_logprobs(job, engine, request)] if begins and job.extra["echo"] is not None else []
+    parts = [_prompt_logprobs(job, engine, delta.index)] if begins and job.extra["echo"] is not None else []
     parts.append(maker.take(delta.token_ids, delta.logprobs, top))
     return {key: _joined([part[key] for part in parts]) for key in parts[0]}

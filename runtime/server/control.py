@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -18,36 +19,41 @@ def control(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
 
-    @router.get("/health")
+    @_look(router, "/health")
     async def health() -> Response:
         wrong = service.health()
         if wrong is None:
             return JSONResponse({"status": "ok", "phase": service.phase})
         return JSONResponse({"status": "sick", "phase": service.phase, "reason": wrong}, 503)
 
-    @router.get("/ready")
+    @_look(router, "/ready")
     async def ready() -> Response:
         is_ready = service.phase == "ready" and service.health() is None
         return JSONResponse({"ready": is_ready, "phase": service.phase}, 200 if is_ready else 503)
 
-    @router.get("/status")
+    @_look(router, "/status")
     async def status() -> Response:
         return JSONResponse(await live_status(service), headers={"Cache-Control": "no-store"})
 
-    @router.get("/metrics")
+    @_look(router, "/metrics")
     async def metrics() -> Response:
         return Response(await exposition(service), media_type=CONTENT_TYPE)
 
-    @router.get("/v1/models")
+    @_look(router, "/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_model(service)]})
 
-    @router.get("/v1/models/{name:path}")
+    @_look(router, "/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_model(name)
         return JSONResponse(_model(service))
 
     return router
+
+
+def _look(router: APIRouter, path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A route for GET, and for HEAD, which probes send; the server leaves the body of an answer to that out."""
+    return router.api_route(path, methods=["GET", "HEAD"])
 
 
 def _model(service: Service) -> dict[str, Any]:

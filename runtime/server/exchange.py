@@ -194,7 +194,10 @@ class Exchange(Response):
         await self._write(b"", False)
 
     async def _fail(self, error: ApiError) -> None:
-        self.notes["error"] = error.code or error.message[:200]
+        quoting = (
+            error.message[:200] if self.service.settings.log_prompts else None
+        )  # it may quote the request
+        self.notes["error"] = error.code or quoting or error.param or "refused"
         if not self._started:
             await self.json(error.body(), error.status, error.headers)
         elif self._events:

@@ -8,7 +8,7 @@ from typing import Any
 from ..request import TopLogprobs
 from ..text import IncrementalDetokenizer, Tokenizer
 
-__all__ = ["CompletionLogprobs", "chat_logprobs"]
+__all__ = ["CompletionLogprobs", "chat_logprobs", "finite"]
 
 
 def _spelled(tokenizer: Tokenizer, token: int) -> str:
@@ -22,10 +22,11 @@ def _spelled(tokenizer: Tokenizer, token: int) -> str:
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
-    return {"token": _spelled(tokenizer, token), "logprob": _finite(logprob), "bytes": list(data)}
+    return {"token": _spelled(tokenizer, token), "logprob": finite(logprob), "bytes": list(data)}
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """Return a log-probability as JSON can hold it."""
     return logprob if logprob > -9999.0 else -9999.0  # JSON has no infinity; OpenAI says -9999
 
 
@@ -41,12 +42,16 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """Makes the `logprobs` object of a completion, piece by piece; `offset` is where its text begins in the choice's."""
+    """Makes the `logprobs` object of a completion, piece by piece; `offset` is where its text begins in the choice's.
 
-    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+    `text` is a prompt that is echoed as the client spelled it: its special tokens, which decoding leaves out, stand in it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0, text: str = "") -> None:
         self._tokenizer = tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._offset = offset
+        self._text = text
 
     def take(
         self,
@@ -58,19 +63,25 @@ class CompletionLogprobs:
         tokens, offsets = [], []
         for token in ids:
             tokens.append(_spelled(self._tokenizer, token))
-            offsets.append(self._offset)
-            self._offset += len(self._detokenizer.push([token]))
+            place = self._offset + len(self._detokenizer.held)
+            offsets.append(place)
+            self._offset += len(self._detokenizer.push([token])) + self._spelled_out(token, place)
         return {
             "tokens": tokens,
-            "token_logprobs": [None if value is None else _finite(value) for value in logprobs],
+            "token_logprobs": [None if value is None else finite(value) for value in logprobs],
             "top_logprobs": [self._best(best) for best in top] if top else None,
             "text_offset": offsets,
         }
+
+    def _spelled_out(self, token: int, place: int) -> int:
+        """Return the characters of a special token that stands in the text there; 0 where it was put before it, as `<bos>` is."""
+        piece = self._tokenizer.piece(token, False) if token in self._tokenizer.hidden_ids else None
+        return len(piece) if piece and self._text.startswith(piece, place) else 0
 
     def _best(self, best: TopLogprobs | None) -> dict[str, float] | None:
         if best is None:
             return None
         named: dict[str, float] = {}
         for token, logprob in best:
-            named.setdefault(_spelled(self._tokenizer, token), _finite(logprob))
+            named.setdefault(_spelled(self._tokenizer, token), finite(logprob))
         return named

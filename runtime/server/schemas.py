@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeVar
 
 import pydantic
+import pydantic_core
 from pydantic import BaseModel, ConfigDict
 
 from .errors import ApiError
@@ -180,6 +181,13 @@ class DetokenizeRequest(_Body):
 
 def parse(model: type[_Model], body: bytes) -> _Model:
     """Return the body as `model`; ApiError names the first field that is wrong."""
+    if any(
+        name in body for name in (b"NaN", b"Infinity")
+    ):  # pydantic would take them, in text as well as outside
+        try:
+            pydantic_core.from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     try:
         return model.model_validate_json(body)
     except pydantic.ValidationError as error:

@@ -14,7 +14,7 @@ class Limits:
 
     body_bytes: int = 8 << 20
     body_seconds: float = 60.0  # from the first byte of a request to its last
-    prompts: int = 256  # of one request
+    prompts: int = 128  # of one request; each has a choice at least
     choices: int = 128  # prompts x n of one request
     messages: int = 4096
     stop_strings: int = 32

@@ -53,10 +53,13 @@ class ToolFormat:
         return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
 
     def grammar(self, functions: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return a grammar (llguidance's Lark) of one call of one of `functions`; None where the family has none."""
+        """Return a grammar (llguidance's Lark) of one call of one of `functions`; None where the family has none.
+
+        Each function's parameters stay a schema of their own (`$id`): a `$ref` in them, such as "#/$defs/Place", begins there.
+        """
         calls = []
-        for function in functions:
-            parameters = function.get("parameters") or {"type": "object"}
+        for place, function in enumerate(functions):
+            parameters = {**(function.get("parameters") or {"type": "object"}), "$id": f"function:{place}"}
             calls.append(
                 {
                     "type": "object",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,18 @@ class _Bytes(click.ParamType):
         return size
 
 
+class _Seconds(click.FloatRange):
+    """A time, of at least `min`."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):  # compares as neither too small nor too large
+            self.fail(f"{value!r} is no time (expected: seconds, such as 30)", param, ctx)
+        return seconds
+
+
 def _read_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
     """Make the file's values the defaults: the environment and the command line go before them."""
     if path is None or context.resilient_parsing:
@@ -50,8 +63,23 @@ def _read_config(context: click.Context, _parameter: click.Parameter, path: Path
             close = near_matches(key, [name for name in known if name])
             hint = f"; did you mean {close[0]}?" if close else ""
             raise click.BadParameter(f"{path} sets {key!r}, which is no option{hint}")
-    context.default_map = {**(context.default_map or {}), **named}
+    given = {
+        key: _from_file(path, key, value, known[key].multiple)
+        for key, value in named.items()
+        if value is not None
+    }
+    context.default_map = {**(context.default_map or {}), **given}
     return path
+
+
+def _from_file(path: Path, key: str, value: Any, several: bool) -> str | list[str]:
+    """Return a value of the file as the command line would spell it: 4.5 is no whole number there either."""
+    if several and isinstance(value, list):
+        return [str(_from_file(path, key, item, False)) for item in value]
+    if not isinstance(value, (str, int, float)):
+        kind = "one value, or a list of them" if several else "one value"
+        raise click.BadParameter(f"{path} sets {key!r} to a {type(value).__name__} (expected: {kind})")
+    return [str(value)] if several else str(value)
 
 
 def _option(name: str, *more: str, **settings: Any) -> Any:
@@ -148,7 +176,7 @@ _OPTIONS = [
     _option(
         "--drain",
         metavar="SECONDS",
-        type=click.FloatRange(min=0),
+        type=_Seconds(min=0),
         default=30.0,
         show_default=True,
         help="Time for requests in flight after SIGTERM.",
@@ -156,7 +184,7 @@ _OPTIONS = [
     _option(
         "--stall",
         metavar="SECONDS",
-        type=click.FloatRange(min=1),
+        type=_Seconds(min=1),
         default=60.0,
         show_default=True,
         help="/health says 503 when no step has ended for so long.",
@@ -189,6 +217,8 @@ def serve(path: str, api_key: tuple[str, ...], **options: Any) -> None:
 
     if any(not key for key in api_key):
         raise InputError("an API key is empty", action="leave --api-key out to serve without keys")
+    if any(key != key.strip() for key in api_key):
+        raise InputError("an API key begins or ends with a space", expected="a key that a header can carry")
     open_engine(path)  # what is wrong with the folder is said before anything listens
     code = run(Settings(engine=Path(path), api_keys=tuple(api_key), **options))
     if code:

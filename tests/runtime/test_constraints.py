@@ -15,6 +15,7 @@ from enginewright.runtime import constraints
 from enginewright.runtime.constraints import Constraint, ConstraintCompiler
 from enginewright.runtime.loop import EngineLoop, LoopLimits
 from enginewright.runtime.request import Request, SamplingOptions
+from enginewright.runtime.server.tools import FORMATS
 from enginewright.runtime.text import _BYTE_OF
 from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.traffic import GROUPS, drain
@@ -280,3 +281,32 @@ def test_without_the_library_a_constraint_is_refused(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match="llguidance"):
         ConstraintCompiler(tokenizer.to_str(), VOCAB, [EOS]).compile(Constraint.regex("a"))
+
+
+REFERRING = {
+    "type": "object",
+    "properties": {"at": {"$ref": "#/$defs/place"}, "then": {"$ref": "#"}},
+    "required": ["at"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.grammar([{"name": "go"}])])
+@pytest.mark.parametrize("place", [0, 1])
+def test_references_in_a_tools_parameters_begin_there(tokenizer, compiler, form, place):
+    """Also where two tools bring the same `$id`."""
+    functions = [{"name": "wait", "parameters": {"$id": "mine", "type": "object", "maxProperties": 0}}]
+    functions.insert(place, {"name": "go", "parameters": {"$id": "mine", **REFERRING}})
+    grammar = compiler.compile(Constraint.lark(form.grammar(functions)))
+
+    def fits(arguments) -> bool:
+        call = json.dumps({"name": "go", form.arguments: arguments})
+        text = f"<tool_call>\n{call}\n</tool_call>" if form.name == "hermes" else call
+        matcher = grammar.matcher()
+        taken = [matcher.accept(token) for token in tokenizer.encode(text).ids]
+        return all(error is None for _, error in taken) and taken[-1][0]
+
+    assert fits({"at": 1}) and fits({"at": 1, "then": {"at": 2, "then": {"at": 3}}})
+    assert not fits({"at": "x"}) and not fits({"at": 1, "then": {}})
+    assert not fits({"at": 1, "then": {"name": "go", form.arguments: {"at": 1}}})

@@ -128,6 +128,26 @@ def test_a_row_that_cannot_be_drawn_from_ends_its_request_only():
         assert (beside.output, beside.logprobs) == (expected.output, expected.logprobs)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 16])
+@pytest.mark.parametrize("place", [0, 2, 5])
+def test_a_prompt_that_cannot_be_scored_ends_its_request_only(max_tokens, chunk, place):
+    """Wherever in the prompt, or its chunk, the row that is no number stands."""
+    scored = SamplingOptions(max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=2)
+    beside = [
+        Request([3, 4, 5, 6, 7], scored),
+        Request([3, 4], SamplingOptions(max_tokens=6, ignore_eos=True)),
+    ]
+    expected = [alone(list(request.tokens), request.options) for request in beside]
+    loop = make_loop(executor=FakeExecutor(GROUPS, poison_token=23), chunk_size=chunk)
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    prompt[place] = 23
+    poisoned, *others = run(loop, [Request(prompt, scored), *beside])
+    assert poisoned.finish_reason == "error" and f"position {place}" in str(poisoned.error)
+    for other, same in zip(others, expected, strict=True):
+        assert (other.output, other.prompt_logprobs) == (same.output, same.prompt_logprobs)
+
+
 def test_a_step_drawn_twice_draws_the_same(monkeypatch):
     """A neighbour's failure between draw and commit: the step is repeated for each alone, with penalties that remember."""
     options = SamplingOptions(max_tokens=10, temperature=0.9, seed=4, frequency_penalty=1.0, ignore_eos=True)

@@ -137,6 +137,29 @@ def test_an_urgent_request_takes_the_place_of_a_lesser_one(policy):
         assert len(request.output) == request.options.max_tokens
 
 
+@pytest.mark.parametrize("policy", CONTINUOUS)
+def test_nobody_waits_for_the_prefix_of_one_that_gives_way_to_all(policy):
+    def wait_of(urgent: Request, lesser: Request) -> int:
+        """Steps until `urgent` has a token, beside an endless stream of prompts that come after it."""
+        loop = quick_loop(policy=policy, token_budget=16, max_sequences=8)
+        loop.submit(lesser)
+        loop.step()
+        loop.submit(urgent)
+        later: list[Request] = []
+        for step in range(1000):
+            while sum(not other.finished for other in later) < 6:
+                later.append(ask(pattern(40, 2 + len(later)), 1))
+                loop.submit(later[-1])
+            check_step(loop)
+            if urgent.output:
+                return step
+        raise AssertionError("it never gets a token")
+
+    shared = pattern(200)
+    alike = wait_of(ask([*shared, 1]), ask(shared, priority=10))
+    assert alike <= wait_of(ask([*shared, 1]), ask(pattern(200, 1), priority=10))
+
+
 def test_nobody_is_preempted_where_that_makes_too_little_room():
     loop = make_loop((20,), [GroupSpec(0, 4)], FakeExecutor([GroupSpec(0, 4)]), 128, max_sequences=4)
     large, small = ask(pattern(50), 20, priority=-2), ask(pattern(4, 1), 20, priority=3)

@@ -72,6 +72,44 @@ def test_an_echo_holds_the_prompt_and_its_logprobs(server: Running):
     assert scored["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][:5]
 
 
+@pytest.mark.parametrize("prompt", ["AB<|end|>CD", "<|end|>A", "A<|end|><|end|>", "ABé<|end|>C", [1, 26, 2]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_follow_the_echoed_text(server: Running, prompt, stream):
+    """Special tokens that the client spelled stand in it, though decoding leaves them out; those given as ids do not."""
+    body = {"prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": 0, **DRAW}
+    if stream:
+        text, parts, _ = joined_completion(server.events("/v1/completions", **body))
+        tokens, offsets = (
+            [entry for part in parts for entry in part[key]] for key in ("tokens", "text_offset")
+        )
+    else:
+        choice = server.post("/v1/completions", **body).json()["choices"][0]
+        text, tokens, offsets = (
+            choice["text"],
+            choice["logprobs"]["tokens"],
+            choice["logprobs"]["text_offset"],
+        )
+    spelled = prompt.count("<|end|>") if isinstance(prompt, str) else 0
+    for token, start in zip(tokens, offsets, strict=True):
+        if token in LETTERS[:26] or (token == "<|end|>" and spelled):
+            spelled -= token == "<|end|>"
+            assert text[start : start + len(token)] == token, (token, start, text)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": ["A", "B"]}, {"n": 2}, {"max_tokens": 0}, {"logprobs": 1}])
+@pytest.mark.parametrize("echo", [False, True])
+def test_prompt_logprobs_are_the_same_streamed(server: Running, fields, echo):
+    """As many as were asked for, whatever else asks for some, and once a choice."""
+    body = {"prompt": "HELLO", "max_tokens": 4, "prompt_logprobs": 0, "echo": echo, **DRAW, **fields}
+    whole = server.post("/v1/completions", **body).json()["choices"]
+    events = server.events("/v1/completions", **body)[:-1]
+    streamed = [choice for event in events for choice in event["choices"] if "prompt_logprobs" in choice]
+    streamed.sort(key=lambda choice: choice["index"])
+    told = [choice["prompt_logprobs"] for choice in streamed]
+    assert told == [choice["prompt_logprobs"] for choice in whole]
+    assert [len(entry or {}) for entry in told[0]] == [0, 1, 1, 1, 1]
+
+
 def test_choices_are_what_they_are_alone(server: Running):
     body = {"prompt": ["ABCDEFGHIJKLMNOPQ", "XY"], "max_tokens": 10, "n": 3, **DRAW}
     answer = server.post("/v1/completions", **body).json()

@@ -207,6 +207,16 @@ def test_a_full_queue_says_so(folder):
             assert all(answer.result().status_code == 200 for answer in asked)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_no_queue_would_ever_take_is_not_to_be_tried_again(folder, stream):
+    with serving(tiny_engine(folder), max_queue=2) as server:
+        body = {"prompt": ["A", "B"], "max_tokens": 1, "stream": stream}
+        assert server.post("/v1/completions", **body, n=3).status_code == 200
+        never = server.post("/v1/completions", **body, n=4)
+        assert never.status_code == 400 and "at most 6" in never.json()["error"]["message"]
+        assert server.all_pages_free()
+
+
 @pytest.mark.parametrize(
     "load", ["a 5 MB prompt", "one word of 5 MB", "30 MB", "many token ids", "600 requests"]
 )

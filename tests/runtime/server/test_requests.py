@@ -57,6 +57,9 @@ BAD_COMPLETIONS = [
     ("logit_bias.3", {"logit_bias": {"3": "much"}}),
     ("logit_bias[3]", {"logit_bias": {"3": 1000}}),
     ("logprobs", {"logprobs": 1000}),
+    ("logprobs", {"logprobs": -1, "echo": True}),
+    ("prompt_logprobs", {"prompt_logprobs": -1}),
+    ("prompt_logprobs", {"prompt_logprobs": -1, "logprobs": 1, "echo": True}),
     ("prompt", {"prompt": [-1]}),
     ("prompt", {"prompt": [VOCAB]}),
     ("prompt", {"prompt": [2**64]}),
@@ -65,6 +68,8 @@ BAD_COMPLETIONS = [
     ("prompt", {"prompt": {"text": "A"}}),
     ("prompt", {"prompt": []}),
     ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": ["A"] * 129}),
+    ("n", {"prompt": ["A"] * 128, "n": 2}),
     ("prompt", {"prompt": ["A"] * 100_000}),
     ("prompt", {"prompt": "A" * 500}),
     ("presence_penalty", {"presence_penalty": 3}),
@@ -157,6 +162,17 @@ def test_what_is_no_json_is_refused(server: Running, raw):
     error(server.client.post("/v1/completions", content=raw))
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize(
+    "where", ['"metadata": %s', '"metadata": {"a": [%s]}', '"user": %s', '"temperature": %s']
+)
+def test_a_number_that_is_none_is_refused(server: Running, where, value):
+    raw = '{"input": "A", "max_output_tokens": 1, ' + where % value + "}"
+    assert error(server.client.post("/v1/responses", content=raw))["code"] == "invalid_json"
+    quoted = raw.replace(where % value, f'"metadata": {{"a": "{value}"}}')
+    assert server.client.post("/v1/responses", content=quoted).json()["metadata"] == {"a": value}
+
+
 def test_a_prompt_at_the_limit(server: Running):
     assert error(server.post("/v1/completions", prompt=[1] * 128))["code"] == "context_length_exceeded"
     for length in (126, 127):
@@ -214,6 +230,15 @@ def test_unknown_paths_and_methods(server: Running):
     error(server.client.get("/v1/completions"), 405)
 
 
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/ready", "/metrics", "/status", "/v1/models", "/v1/models/tiny"]
+)
+def test_what_can_be_looked_at_has_a_head(server: Running, path):
+    whole, head = server.client.get(path), server.client.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
 @pytest.mark.parametrize("sent", ["abc-1", "A" * 128])
 def test_a_plain_request_id_is_given_back(server: Running, sent):
     assert server.client.get("/health", headers={"X-Request-Id": sent}).headers["x-request-id"] == sent
@@ -262,6 +287,20 @@ def test_tokenize_and_back(server: Running):
     assert error(server.post("/tokenize"))["param"] == "prompt"
 
 
+SECRET = "QQQ"
+QUOTED = [
+    ("/v1/completions", {"prompt": SECRET, "max_tokens": -2}),
+    ("/v1/completions", {"prompt": "A", "logit_bias": {SECRET: 1}}),
+    ("/v1/completions", {"prompt": "A", "structured_outputs": {"regex": SECRET + "("}}),
+    ("/v1/completions", {"prompt": "A", SECRET: 1}),
+    ("/v1/chat/completions", {"messages": [{"role": SECRET, "content": "A"}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [SECRET, {"text": [SECRET]}]}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": SECRET}]}]}),
+    ("/v1/responses", {"input": [{"role": SECRET, "content": "A"}]}),
+    ("/tokenize", {"messages": [{"role": SECRET, "content": "A"}]}),
+]
+
+
 def test_the_log_says_numbers_and_no_prompt(server: Running):
     logger = logging.getLogger("enginewright.requests")
     records: list[logging.LogRecord] = []
@@ -270,12 +309,14 @@ def test_the_log_says_numbers_and_no_prompt(server: Running):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        server.post("/v1/completions", prompt="QQQ", max_tokens=2, ignore_eos=True)
-        server.post("/v1/completions", prompt="QQQ", max_tokens=-2)
-        wait_until(lambda: len(records) >= 2)
+        server.post("/v1/completions", prompt=SECRET, max_tokens=2, ignore_eos=True)
+        for path, body in QUOTED:
+            server.post(path, **body)
+        wait_until(lambda: len(records) > len(QUOTED))
     finally:
         logger.removeHandler(handler)
-    good, bad = (json.loads(record.getMessage()) for record in records)
-    assert (good["status"], bad["status"]) == (200, 400)
+    good, *bad = (json.loads(record.getMessage()) for record in records)
+    assert good["status"] == 200 and {line["status"] for line in bad} == {400}
+    assert all(line["error"] for line in bad)
     assert good["prompt_tokens"] == 3 and good["generated_tokens"] == 2 and good["finish"] == ["length"]
-    assert "QQQ" not in json.dumps([good, bad])
+    assert SECRET not in json.dumps([good, bad])
