@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import Calibration, load_recipe
 from tests import models
 from tests.passes.architectures import ARCHITECTURES, VOCAB, folder, write_tokenizer
+from tests.passes.test_calibrated import a_full_disk
 
 WORDS = " ".join(f"w{3 + i * 7 % (VOCAB - 3)}" for i in range(400))
 
@@ -265,6 +267,15 @@ def test_other_seeds_write_other_text_of_any_length():
     assert len(set(map(tuple, one.sequences))) == 70, "and go on differently"
     assert {len(s) for s in tiny(samples=2, length=2).sequences} == {2}
     assert {len(s) for s in tiny(samples=2, length=1000).sequences} == {256}  # the context
+
+
+def test_a_disk_without_room_for_the_engine_that_writes_is_told(tmp_path, monkeypatch):
+    source = open_source(folder("llama"))
+    program = capture(source)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with a_full_disk(1000), pytest.raises(InputError, match=r"(?s)cannot be written.*MiB free.*TMPDIR"):
+        from_model(source, program, Calibration(), lambda text: None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_written_is_what_the_model_finds_likely():

@@ -25,6 +25,7 @@ from enginewright.passes.pipeline import steps
 from enginewright.passes.program import Program, Stage
 from enginewright.passes.source import ModelSource
 from enginewright.passes.supported import resolve_context
+from enginewright.passes.walk import no_room
 from enginewright.recipes.errors import InputError, near_matches
 from enginewright.recipes.recipe import Calibration, Recipe, load_recipe
 from enginewright.runtime.engine import load
@@ -149,7 +150,10 @@ def from_model(source: ModelSource, program: Program, options: Calibration, repo
         report("building the bf16 engine that writes the samples")
         run_steps(program, [Step(Normalise(), Stage.NORMALISED, required=True), *steps(recipe)])
         backend = get_backend("cpu")
-        files = backend.lower(program, recipe, Path(folder))
+        try:
+            files = backend.lower(program, recipe, Path(folder))
+        except OSError as error:
+            raise no_room(Path(folder), error) from error
         manifest = {
             "backend": "cpu",
             "target": backend.target,
