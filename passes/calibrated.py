@@ -44,7 +44,7 @@ from enginewright.passes.quant_formats import (
     quantise_rtn,
 )
 from enginewright.passes.ranges import choose_grid
-from enginewright.passes.walk import Walk
+from enginewright.passes.walk import Walk, save_aside
 from enginewright.passes.weights import ConstantTensor, Weight
 from enginewright.recipes.errors import InputError
 from enginewright.recipes.formats import WeightFormat, parse_weight
@@ -332,7 +332,7 @@ class Spool:
         """Write a result; returns what reads it back."""
         path = Path(self._folder.name) / f"{self._count}.pt"
         self._count += 1
-        torch.save((result.codes, result.scales, result.offsets), path)
+        save_aside((result.codes, result.scales, result.offsets), path)
         folder = self._folder
 
         def read() -> QuantTensor:

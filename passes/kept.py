@@ -17,6 +17,7 @@ from torch import Tensor
 
 from enginewright.passes.quant_formats import QuantisedWeight, QuantTensor
 from enginewright.passes.weights import Concatenated, Permuted, Reshaped, Sliced, Stacked, Weight
+from enginewright.recipes.errors import InputError
 from enginewright.recipes.formats import parse_weight
 
 __all__ = [
@@ -138,7 +139,16 @@ class KeptWeight(QuantisedWeight):
     """A weight whose integers are the checkpoint's own; `movable(source)` must hold."""
 
     def compute(self) -> QuantTensor:
+        """The parts as they are. Raises InputError for scales or offsets that are no numbers."""
         codes, scales, offsets = _move(self.source, lambda leaf: leaf.parts())
+        for table in (scales, offsets):
+            strange = 0 if table is None else int((~table.isfinite()).sum())
+            if table is not None and strange:
+                raise InputError(
+                    f"the packed matrix {self.name} has scales that are not finite",
+                    found=f"{strange} of {table.numel()}",
+                    action="copy or download the checkpoint again",
+                )
         return QuantTensor(
             self.format,
             codes.contiguous(),

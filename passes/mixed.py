@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,17 +30,28 @@ from enginewright.recipes.errors import InputError
 from enginewright.recipes.formats import activations_for, default_activation, parse_weight
 from enginewright.recipes.recipe import Recipe
 
-__all__ = ["Choice", "Unit", "allocate", "choose_formats", "divergences", "units_of"]
+__all__ = ["Choice", "Unit", "allocate", "choosable", "choose_formats", "divergences", "units_of"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Matrices that share a format: their nodes, in graph order, a name, and how many weights and inputs they have."""
+    """Matrices that share a format: a name, their nodes in graph order, and the shapes [..., N, K] of their matrices.
+
+    Experts have two matrices of unlike inputs.
+    """
 
     name: str
     nodes: tuple[fx.Node, ...]
-    weights: int
-    inputs: int
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def weights(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def bits(self, weight_format: str) -> float:
+        """Stored bits a weight, scales and offsets counted."""
+        form = parse_weight(weight_format)
+        return sum(form.bits_per_weight(shape[-1]) * math.prod(shape) for shape in self.shapes) / self.weights
 
 
 @dataclasses.dataclass
@@ -78,9 +90,8 @@ def units_of(
     units = []
     for group in groups.values():
         nodes = tuple(matrix.node for matrix in group)
-        shapes = [program.weight_of(part).shape for node in nodes for part in matrices_of(node)]
-        weights = sum(torch.Size(shape).numel() for shape in shapes)
-        units.append(Unit(_joined([matrix.name for matrix in group]), nodes, weights, shapes[0][-1]))
+        shapes = tuple(program.weight_of(part).shape for node in nodes for part in matrices_of(node))
+        units.append(Unit(_joined([matrix.name for matrix in group]), nodes, shapes))
     return units
 
 
@@ -239,6 +250,21 @@ def _hull(costs: Mapping[str, tuple[float, float]]) -> list[tuple[float, float, 
     return hull
 
 
+def choosable(program: Program, assigned: Assigned, recipe: Recipe) -> list[Unit]:
+    """The units whose formats are chosen: those that no override gives one.
+
+    Raises InputError where there is none, or where even the smallest candidates exceed the budget.
+    """
+    units = units_of(program, assigned, lambda m: _is_chosen(m) and not recipe.overrides_on(m.name))
+    if not units:
+        raise InputError(
+            "mixed precision finds no linear to choose a format for", action="set mixed.budget=null"
+        )
+    least = sum(min(map(unit.bits, recipe.mixed.candidates)) * unit.weights for unit in units)
+    _require_budget(recipe.mixed.budget, least, sum(unit.weights for unit in units))
+    return units
+
+
 def choose_formats(
     program: Program,
     assigned: Assigned,
@@ -251,18 +277,7 @@ def choose_formats(
     A recipe's activation format stays where the chosen format may have it.
     """
     options = recipe.mixed
-    # Those with another format than the recipe's were given it by an override.
-    units = units_of(program, assigned, lambda m: _is_chosen(m) and m.weight == recipe.linear.weight)
-    if not units:
-        raise InputError(
-            "mixed precision finds no linear to choose a format for", action="set mixed.budget=null"
-        )
-    bits = {
-        unit.name: {name: parse_weight(name).bits_per_weight(unit.inputs) for name in options.candidates}
-        for unit in units
-    }
-    least = sum(min(bits[unit.name].values()) * unit.weights for unit in units)
-    _require_budget(options.budget, least, sum(unit.weights for unit in units))
+    units = choosable(program, assigned, recipe)
     smallest = min(options.candidates, key=lambda name: parse_weight(name).bits_per_weight(4096))
     measured = divergences(
         program,
@@ -271,7 +286,7 @@ def choose_formats(
         report=report,
     )
     choices = [
-        Choice(unit, {name: (bits[unit.name][name], nats) for name, (_, nats) in measured[unit.name].items()})
+        Choice(unit, {name: (unit.bits(name), nats) for name, (_, nats) in measured[unit.name].items()})
         for unit in units
     ]
     allocate(choices, options.budget, options.max_kl)

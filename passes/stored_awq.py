@@ -24,6 +24,8 @@ from enginewright.passes.stored_checks import (
     checked_group,
     excepted,
     is_linear_class,
+    require_kinds,
+    require_matrices,
     require_shapes,
     spare_notes,
 )
@@ -44,6 +46,7 @@ class AwqLayout:
 
     def __init__(self, settings: Mapping[str, Any], path: Path) -> None:
         self.path = path
+        require_kinds(settings, {"modules_to_not_convert": list}, path)
         version = str(settings.get("version") or settings.get("format") or "gemm").lower()
         bits = settings.get("bits", settings.get("w_bit", _BITS))
         backend = str(settings.get("backend") or "autoawq").lower()
@@ -56,7 +59,7 @@ class AwqLayout:
                 action=FROM_ORIGINAL,
             )
         self.group = checked_group(settings.get("group_size", settings.get("q_group_size", 128)), path)
-        self.exceptions = list(settings.get("modules_to_not_convert") or [])
+        self.exceptions = [str(item) for item in settings.get("modules_to_not_convert") or []]
 
     def is_packed(self, parts: Mapping[str, Weight]) -> bool:
         return self.parts <= parts.keys()
@@ -73,6 +76,7 @@ class AwqLayout:
         return None if answers.pop() else self.group
 
     def matrix(self, name: str, parts: Mapping[str, Weight], scheme: Any) -> StoredMatrix:
+        require_matrices(name, parts, self.parts)
         qweight, qzeros, scales = (parts[part] for part in ("qweight", "qzeros", "scales"))
         k, n = qweight.shape[0], 8 * qweight.shape[-1]
         groups = -(-k // self.group) if self.group else 1

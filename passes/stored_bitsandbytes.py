@@ -20,6 +20,8 @@ from enginewright.passes.stored_checks import (
     Module,
     excepted,
     is_linear_class,
+    require_kinds,
+    require_matrices,
     require_shapes,
     spare_notes,
 )
@@ -35,6 +37,7 @@ class BitsandbytesLayout:
 
     def __init__(self, settings: Mapping[str, Any], path: Path) -> None:
         self.path = path
+        require_kinds(settings, {"llm_int8_skip_modules": list, "llm_int8_threshold": (int, float)}, path)
         if not (settings.get("load_in_8bit") or settings.get("_load_in_8bit")):
             kind = settings.get("bnb_4bit_quant_type", "fp4")
             raise InputError(
@@ -61,14 +64,16 @@ class BitsandbytesLayout:
         return FREE if len(answers) > 1 else None if answers.pop() else "int8"
 
     def matrix(self, name: str, parts: Mapping[str, Weight], scheme: Any) -> StoredMatrix:
+        require_matrices(name, parts, ("weight",))
         weight, maxima = parts["weight"], parts["SCB"]
         n, k = weight.shape
         checks = {"weight": (weight, (n, k), (torch.int8,)), "SCB": (maxima, (n,), (torch.float32,))}
         require_shapes(name, checks, f"bitsandbytes int8, {n} outputs")
-        if "weight_format" in parts and int(parts["weight_format"].load()) != 0:
+        tiles = parts["weight_format"].load() if "weight_format" in parts else torch.zeros(())
+        if bool((tiles != 0).any()):
             raise InputError(
                 f"{name} is stored in the order of a GPU's tiles",
-                found=f"weight_format {int(parts['weight_format'].load())}",
+                found=f"weight_format {tiles.tolist()}",
                 expected="weight_format 0 (rows)",
                 action="save the model again with a current bitsandbytes",
             )

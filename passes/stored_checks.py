@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,11 @@ __all__ = [
     "Module",
     "Parts",
     "checked_group",
+    "checked_pattern",
     "excepted",
     "is_linear_class",
+    "require_kinds",
+    "require_matrices",
     "require_shapes",
     "spare_notes",
 ]
@@ -103,6 +107,47 @@ def checked_group(group: Any, path: Path) -> int:
             action=FROM_ORIGINAL,
         )
     return int(group)
+
+
+def checked_pattern(pattern: str, path: Path) -> str:
+    """A regular expression of the settings. Raises InputError for one that is none."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InputError(
+            f"{path} names modules by a regular expression that cannot be read",
+            found=f"{pattern!r}: {error}",
+            action="correct config.json's quantization_config, or take the folder as it was published",
+        ) from error
+    return pattern
+
+
+def require_kinds(
+    settings: Mapping[str, Any], kinds: Mapping[str, type | tuple[type, ...]], path: Path, where: str = ""
+) -> None:
+    """Raise InputError for the first setting, of those that are given, whose value is of another type than `kinds` says."""
+    for key, kind in kinds.items():
+        value = settings.get(key)
+        if value is not None and not isinstance(value, kind):
+            names = [item.__name__ for item in (kind if isinstance(kind, tuple) else (kind,))]
+            raise InputError(
+                f"{path} has a quantization_config that cannot be read",
+                found=f"{where}{key} {value!r}"[:120],
+                expected=f"{where}{key} of type {' or '.join(names)}",
+                action="take config.json as it was published",
+            )
+
+
+def require_matrices(name: str, parts: Parts, expected: Iterable[str]) -> None:
+    """Raise InputError for the first of some parts that has not two axes."""
+    for part in expected:
+        if part in parts and len(parts[part].shape) != 2:
+            raise InputError(
+                f"the packed matrix {name} is none",
+                found=f"{part} {list(parts[part].shape)}",
+                expected="two axes",
+                action="copy or download the folder again",
+            )
 
 
 def require_shapes(

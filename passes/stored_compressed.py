@@ -30,6 +30,9 @@ from enginewright.passes.stored_checks import (
     FROM_ORIGINAL,
     Module,
     checked_group,
+    checked_pattern,
+    require_kinds,
+    require_matrices,
     require_shapes,
     spare_notes,
 )
@@ -74,6 +77,7 @@ class CompressedLayout:
 
     def __init__(self, settings: Mapping[str, Any], path: Path) -> None:
         self.path = path
+        require_kinds(settings, {"sparsity_config": dict, "ignore": list}, path)
         groups = settings.get("config_groups")
         sparsity = settings.get("sparsity_config") or {}
         problems = {
@@ -96,6 +100,9 @@ class CompressedLayout:
             scheme = self._scheme(name, group, settings.get("format"))
             self.schemes.update(dict.fromkeys(map(str, group.get("targets") or ()), scheme))
         self.exceptions = [str(item) for item in settings.get("ignore") or []]
+        for entry in (*self.schemes, *self.exceptions):
+            if entry.startswith("re:"):
+                checked_pattern(entry.removeprefix("re:"), path)
         self._matched: set[str] = set()
 
     def _refusal(self, found: object, expected: str) -> InputError:
@@ -110,6 +117,8 @@ class CompressedLayout:
         where = f"config_groups.{name}"
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
             raise self._refusal(f"{where} without weights", "weights in each config group")
+        require_kinds(group, {"targets": list, "input_activations": dict}, self.path, f"{where}.")
+        require_kinds(group["weights"], {"num_bits": int}, self.path, f"{where}.weights.")
         weights, form = group["weights"], group.get("format") or overall
         strategy = weights.get("strategy") or _strategy(weights.get("group_size"))
         is_float = weights.get("type", "int") == "float"
@@ -151,6 +160,7 @@ class CompressedLayout:
                 expected=f"{'weight_packed' if packed else 'weight'} ({scheme.format})",
                 action="check that config.json and the weights belong to one model",
             )
+        require_matrices(name, parts, ("weight_packed", "weight"))
         n, k = self._sizes(name, parts, scheme, packed)
         groups = -(-k // scheme.group) if scheme.group else 1
         described = f"{scheme.format}, {scheme.bits} bits, {n} x {k}" + (
@@ -232,14 +242,15 @@ class CompressedLayout:
         if not packed:
             n, k = parts["weight"].shape
             return n, k
-        if "weight_shape" not in parts or parts["weight_shape"].numel != 2:
+        sizes = parts.get("weight_shape")
+        if sizes is None or sizes.numel != 2 or sizes.dtype.is_floating_point:
             raise InputError(
                 f"the packed matrix {name} has no size",
                 found=", ".join(sorted(parts)),
-                expected="weight_shape [2]",
+                expected="weight_shape [2], whole numbers",
                 action="copy or download the folder again",
             )
-        n, k = (int(size) for size in parts["weight_shape"].load())
+        n, k = (int(size) for size in sizes.load().flatten())
         found = parts["weight_packed"].shape[-1]
         if scheme.bits == 3 and found == -(-k // 10):
             raise InputError(

@@ -31,7 +31,10 @@ from enginewright.passes.stored_checks import (
     FROM_ORIGINAL,
     Module,
     checked_group,
+    checked_pattern,
     is_linear_class,
+    require_kinds,
+    require_matrices,
     require_shapes,
     spare_notes,
 )
@@ -59,6 +62,7 @@ class GptqLayout:
 
     def __init__(self, settings: Mapping[str, Any], path: Path) -> None:
         self.path = path
+        require_kinds(settings, {"bits": int, "dynamic": dict, "modules_in_block_to_quantize": list}, path)
         form = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
         packed_as = str(settings.get("pack_dtype") or "int32")
         refused = {
@@ -81,9 +85,14 @@ class GptqLayout:
         self.borrows = "gptqmodel" in str(quantizer).lower()
         self.base = dict(settings)
         self.dynamic: dict[str, Any] = dict(settings.get("dynamic") or {})
-        self.exceptions = [key.removeprefix("-:") for key in self.dynamic if key.startswith("-:")]
+        for pattern, changes in self.dynamic.items():
+            checked_pattern(_plain(pattern), path)
+            require_kinds({pattern: changes or None}, {pattern: dict}, path, "dynamic ")
+        self.exceptions = [_plain(key) for key in self.dynamic if key.startswith("-:")]
         self.inside = [
-            str(item) for block in settings.get("modules_in_block_to_quantize") or [] for item in block
+            str(item)
+            for block in settings.get("modules_in_block_to_quantize") or []
+            for item in (block if isinstance(block, list) else [block])
         ]
         self._scheme_of({})  # refuses what no module could be
 
@@ -95,7 +104,7 @@ class GptqLayout:
         if not is_linear_class(module.kind):
             return None
         for pattern, changes in self.dynamic.items():
-            if any(re.match(pattern.removeprefix("-:").removeprefix("+:"), name) for name in module.names):
+            if any(re.match(_plain(pattern), name) for name in module.names):
                 return None if pattern.startswith("-:") else self._scheme_of(changes or {})
         if self.inside and re.search(r"\.\d+\.", f".{module.name}"):
             named = any(name.endswith(f".{item}") for name in module.names for item in self.inside)
@@ -104,6 +113,7 @@ class GptqLayout:
 
     def _scheme_of(self, changes: Mapping[str, Any]) -> Scheme:
         """The base settings with a module's own. Raises InputError for settings that are not read."""
+        require_kinds(changes, {"bits": int}, self.path, "dynamic ")
         for key in ("quant_method", "method", "format", "checkpoint_format", "pack_dtype"):
             if key in changes and changes[key] != self.base.get(key):
                 raise InputError(
@@ -124,6 +134,7 @@ class GptqLayout:
         return Scheme(bits, checked_group(group, self.path))
 
     def matrix(self, name: str, parts: Mapping[str, Weight], scheme: Any) -> StoredMatrix:
+        require_matrices(name, parts, self.parts - {"g_idx"})
         scheme = self._scheme_of({}) if scheme is FREE else scheme
         bits, qweight, qzeros, scales = scheme.bits, parts["qweight"], parts["qzeros"], parts["scales"]
         k, n = qweight.shape[0] * 32 // bits, qweight.shape[-1]
@@ -183,11 +194,14 @@ class GptqLayout:
     def notes(self, modules: Iterable[str]) -> list[str]:
         known = list(modules)
         spare = [
-            pattern
-            for pattern in self.dynamic
-            if not any(re.match(pattern.removeprefix("-:").removeprefix("+:"), name) for name in known)
+            pattern for pattern in self.dynamic if not any(re.match(_plain(pattern), name) for name in known)
         ]
         return spare_notes("dynamic", spare)
+
+
+def _plain(pattern: str) -> str:
+    """A rule's regular expression, without the sign before it."""
+    return pattern.removeprefix("-:").removeprefix("+:")
 
 
 LAYOUT = GptqLayout

@@ -122,6 +122,6 @@ def group_order(group_of: Tensor, group: int) -> Tensor | None:
         return None
     order = torch.argsort(group_of, stable=True)
     if not torch.equal(group_of[order], natural):
-        counts = torch.bincount(group_of.clamp(min=0))
+        _, counts = group_of.unique(return_counts=True)
         raise ValueError(f"groups of {int(counts.min())} to {int(counts.max())} inputs")
     return order

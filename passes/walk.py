@@ -13,6 +13,7 @@ needed latest wait on disk.
 from __future__ import annotations
 
 import ctypes
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,8 +29,9 @@ from enginewright.passes.dialect.numerics import dequantise, simulate_activation
 from enginewright.passes.matching import argument, is_call
 from enginewright.passes.products import bfloat16_factors
 from enginewright.passes.program import Program, executed
+from enginewright.recipes.errors import InputError
 
-__all__ = ["Visit", "Walk"]
+__all__ = ["Visit", "Walk", "no_room", "save_aside"]
 
 Visit = Callable[[fx.Node], "fx.Node | None"]
 """Called when a node's inputs are there; returns the node to evaluate in its place, or None for itself."""
@@ -375,7 +377,7 @@ class _Values:
                 if self.bytes <= self.limit:
                     return
                 path = Path(self._folder.name) / f"{id(node)}-{batch}.pt"
-                torch.save(value if not isinstance(value, Tensor) else value.clone(), path)
+                save_aside(value if not isinstance(value, Tensor) else value.clone(), path)
                 self.held[node][batch] = path
                 self.bytes -= _size(value)
                 self.spilled_bytes += _size(value)
@@ -386,6 +388,24 @@ class _Values:
         return_freed_memory()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def save_aside(value: Any, path: Path) -> None:
+    """`torch.save` into a temporary folder. Raises InputError where the disk does not take it."""
+    try:
+        torch.save(value, path)
+    except (OSError, RuntimeError) as error:  # torch's writer tells of a full disk in the latter
+        raise no_room(path.parent, error) from error
+
+
+def no_room(folder: Path, error: Exception) -> InputError:
+    """What to say where temporary files of a calibration cannot be written."""
+    free = shutil.disk_usage(folder).free
+    return InputError(
+        f"the temporary files of calibration cannot be written to {folder.parent}",
+        found=f"{free / 2**20:,.0f} MiB free; {' '.join(str(error).split())[:120]}",
+        action="free some space there, or name another place in the environment variable TMPDIR",
+    )
 
 
 def return_freed_memory() -> None:

@@ -6,7 +6,6 @@ This file imports neither torch nor transformers.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -113,14 +112,15 @@ class Outliers:
     """LLM.int8(): input features whose calibrated magnitude reaches `threshold` times the median feature's stay in bf16, at
     most the share `most` of a matrix's features (the largest first). threshold null: none."""
 
-    threshold: float | None = field(default=None, metadata=by(values.number(0, math.inf, optional=True)))
+    threshold: float | None = field(default=None, metadata=by(values.number(0, 1e6, optional=True)))
     most: float = field(default=0.0625, metadata=by(values.number(0, 0.5)))
 
 
 @dataclass(frozen=True)
 class Mixed:
     """Formats chosen by measured sensitivity: as good as `budget` bits a weight allows (scales counted), or as small as keeps
-    the sum of the measured divergences within `max_kl` nats. `tokens`: of the calibration's text, to measure on."""
+    the sum of the measured divergences within `max_kl` nats. `tokens`: of the calibration's text, to measure on. Linears
+    that an override matches have its format, and count in neither."""
 
     budget: float | None = field(default=None, metadata=by(values.bits))
     max_kl: float | None = field(default=None, metadata=by(values.limit))
@@ -218,6 +218,10 @@ class Recipe:
         for section in (plain["linear"], plain["head"], plain["router"], *plain["overrides"]):
             section["activation"] = _resolve_activation(section["weight"], section["activation"])
         return plain
+
+    def overrides_on(self, module: str) -> list[Override]:
+        """The overrides that match a module's checkpoint name."""
+        return [override for override in self.overrides if fnmatchcase(module, override.match)]
 
     def assign(self, modules: Mapping[str, str]) -> dict[str, ModuleFormat]:
         """Give each module its formats.

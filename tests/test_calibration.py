@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ from enginewright.build import optimize
 from enginewright.calibration import from_file, from_model, read_texts
 from enginewright.passes.capture import capture
 from enginewright.passes.source import open_source
+from enginewright.passes.walk import Walk
 from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import Calibration, load_recipe
 from tests import models
 from tests.passes.architectures import ARCHITECTURES, VOCAB, folder, write_tokenizer
+from tests.passes.test_calibrated import a_full_disk
 
 WORDS = " ".join(f"w{3 + i * 7 % (VOCAB - 3)}" for i in range(400))
 
@@ -83,13 +86,15 @@ def test_parquet(tmp_path):
     from pyarrow import parquet
 
     texts = ["w5 w6 w7", None, "w8 w9"]
-    for kind in (arrow.string(), arrow.large_string()):
+    plain = arrow.array(texts)
+    for column in (plain, plain.cast(arrow.large_string()), plain.dictionary_encode()):
         path = tmp_path / "data.parquet"
-        table = arrow.table({"number": [1, 2, 3], "text": arrow.array(texts, kind)})
+        table = arrow.table({"number": [1, 2, 3], "lists": [texts[:1]] * 3, "text": column})
         parquet.write_table(table, path)
         assert samples_of(path).sequences == [[5, 6, 7], [8, 9]]
-        with pytest.raises(InputError, match=r"(?s)no text in the field 'number'.*text_field=text"):
-            read_texts(path, "number")
+        for field in ("number", "lists"):
+            with pytest.raises(InputError, match=rf"(?s)no text in the field '{field}'.*text_field=text"):
+                read_texts(path, field)
     (tmp_path / "bad.parquet").write_text("not a table")
     with pytest.raises(InputError, match="cannot be read"):
         read_texts(tmp_path / "bad.parquet", "text")
@@ -134,6 +139,8 @@ BAD = {
     "suffix": ("data.csv", "a,b", ["a form that is not read", ".csv", ".txt, .jsonl, .parquet"]),
     "no suffix": ("data", "w5 w6", ["no suffix"]),
     "broken": ("data.jsonl", '{"text": "w5 w6"}\n{"text": "w5\n', ["line 2 of", "not JSON", '{"text": "w5']),
+    "brackets": ("data.jsonl", "[" * 100_000, ["line 1 of", "not JSON"]),
+    "surrogate": ("data.jsonl", '{"text": "w5"}\n{"text": "w5 \\ud83d w6"}', ["line 2 of", "surrogate", "w5 "]),
     "array": ("data.jsonl", '["w5 w6"]', ["line 1 of", "no text in the field 'text'", "found: list"]),
     "field": ("data.jsonl", '{"texts": "w5 w6", "id": 3, "b": "x"}', ["'text'", "texts, b", "text_field=texts"]),
     "kind": ("data.jsonl", '{"text": 5}', ["no text in the field 'text'"]),
@@ -176,6 +183,39 @@ def test_a_recipe_that_cannot_use_it_says_so_before_the_model_is_opened(
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "recipe, overrides, backend, words",
+    [
+        ("int4-gptq", ["overrides+={match: '*.down_prj', weight: int8}"], "cpu", ["'*.down_prj'"]),
+        ("int8", ["overrides+={match: lm_head, weight: int8, activation: int8_static}"], "cpu", ["lm_head"]),
+        ("auto", ["mixed.budget=2"], "cpu", ["mixed.budget 2 bits"]),
+        ("auto", ["overrides+={match: '*', weight: int8}"], "cpu", ["no linear to choose"]),
+        ("keep", ["kv_cache.format=int8", "kv_cache.max_error=0.1"], "cpu", ["this checkpoint holds none"]),
+        (
+            "int4-awq-gptq",
+            ["linear.weight=int4_g32_zp", "embedding.weight=bf16", "head.weight=bf16"],
+            "checkpoint",
+            ["short last group of 8"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("source", ["self", "file"])
+def test_what_a_model_cannot_have_is_told_before_it_calibrates(
+    recipe, overrides, backend, words, source, tmp_path, monkeypatch
+):
+    """Before it writes samples, and before anything looks at those of a file."""
+    if backend == "checkpoint":
+        pytest.importorskip("compressed_tensors")
+    monkeypatch.setattr(build_module, "from_model", lambda *a, **k: pytest.fail("samples were written"))
+    monkeypatch.setattr(Walk, "run", lambda *a, **k: pytest.fail("samples were looked at"))
+    given = "self" if source == "self" else text_file(tmp_path)
+    with pytest.raises(InputError) as raised:
+        optimize(
+            folder("llama"), recipe, tmp_path / "e", backend=backend, overrides=overrides, calibration=given
+        )
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
 def test_a_model_without_a_tokenizer_or_with_anothers(tmp_path, monkeypatch):
     monkeypatch.setattr(build_module, "capture", lambda *a, **k: pytest.fail("captured"))
     bare = tmp_path / "bare"
@@ -187,6 +227,11 @@ def test_a_model_without_a_tokenizer_or_with_anothers(tmp_path, monkeypatch):
     write_tokenizer(small)
     with pytest.raises(InputError, match=r"(?s)token 130.*ids below 100"):
         optimize(small, "int4-gptq", tmp_path / "e", calibration=text_file(tmp_path))
+
+
+def test_a_name_that_no_file_can_have():
+    with pytest.raises(InputError, match="no calibration file"):
+        samples_of(f"{'a' * 300}.txt")
 
 
 # The model's own text.
@@ -222,6 +267,15 @@ def test_other_seeds_write_other_text_of_any_length():
     assert len(set(map(tuple, one.sequences))) == 70, "and go on differently"
     assert {len(s) for s in tiny(samples=2, length=2).sequences} == {2}
     assert {len(s) for s in tiny(samples=2, length=1000).sequences} == {256}  # the context
+
+
+def test_a_disk_without_room_for_the_engine_that_writes_is_told(tmp_path, monkeypatch):
+    source = open_source(folder("llama"))
+    program = capture(source)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with a_full_disk(1000), pytest.raises(InputError, match=r"(?s)cannot be written.*MiB free.*TMPDIR"):
+        from_model(source, program, Calibration(), lambda text: None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_written_is_what_the_model_finds_likely():

@@ -22,13 +22,16 @@ from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
 from enginewright.backends.base import Backend
 from enginewright.calibration import check_calibration, from_file, from_model
+from enginewright.passes.assignment import assign
 from enginewright.passes.calibration import Samples
 from enginewright.passes.capture import capture
 from enginewright.passes.cost import Cost, Ledger
-from enginewright.passes.manager import Step, run_steps
+from enginewright.passes.manager import Pass, Step, run_steps
+from enginewright.passes.mixed import choosable
 from enginewright.passes.normalise import Normalise
 from enginewright.passes.pipeline import steps
 from enginewright.passes.program import Program, Stage
+from enginewright.passes.smooth import Smooth
 from enginewright.passes.source import ModelSource, open_source
 from enginewright.progress import Progress, StageRecord
 from enginewright.recipes.errors import InputError
@@ -129,6 +132,8 @@ def optimize(
                 f"{program.facts.architecture}, {program.facts.parameters / 1e6:,.1f} M parameters"
             )
         judge = program.clone()
+        if resolved.calibrates:
+            _require_possible(program, resolved, gate)
         samples = samples or _samples_of_model(source, program, resolved, progress)
         order = steps(resolved, samples, progress.update, until=Stage[target.stage], gate=gate, ledger=ledger)
         passes, records = _run_passes(program, order, progress, dump)
@@ -196,6 +201,22 @@ def _samples_of_file(source: ModelSource, recipe: Recipe, progress: Progress) ->
         samples = from_file(source, recipe)
         record.detail = _told(samples, recipe)
     return samples
+
+
+def _require_possible(program: Program, recipe: Recipe, gate: Pass | None) -> None:
+    """Refuse what this model cannot have before calibration's long work: on a copy, as the passes before it leave the graph."""
+    fused = program.clone()
+    order = [step for step in steps(recipe, gate=gate) if step.stage <= Stage.FUSED]
+    run_steps(
+        fused,
+        [
+            Step(Normalise(), Stage.NORMALISED, required=True),
+            *(step for step in order if not isinstance(step.rewrite, Smooth)),
+        ],
+    )
+    assigned, _ = assign(fused, recipe)
+    if recipe.mixed.wanted:
+        choosable(fused, assigned, recipe)
 
 
 def _samples_of_model(

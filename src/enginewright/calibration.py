@@ -25,6 +25,7 @@ from enginewright.passes.pipeline import steps
 from enginewright.passes.program import Program, Stage
 from enginewright.passes.source import ModelSource
 from enginewright.passes.supported import resolve_context
+from enginewright.passes.walk import no_room
 from enginewright.recipes.errors import InputError, near_matches
 from enginewright.recipes.recipe import Calibration, Recipe, load_recipe
 from enginewright.runtime.engine import load
@@ -33,6 +34,7 @@ __all__ = ["check_calibration", "first_tokens", "from_file", "from_model", "read
 
 LEAST_TOKENS = 2  # a sample of one token has nothing to attend to
 _MOST_RECORDS_SHOWN = 8
+_TEXT_TYPES = ("string", "large_string", "string_view")  # of Arrow
 
 Report = Callable[[str], None]
 Texts = list[str]
@@ -61,7 +63,7 @@ def check_calibration(recipe: Recipe) -> None:
 
 def read_texts(path: Path, text_field: str) -> Texts:
     """The texts of a calibration file. Raises InputError for a file that is missing, empty, or of another form."""
-    if not path.is_file():
+    if not _is_file(path):
         raise InputError(
             f"there is no calibration file {path}",
             expected="a .txt, .jsonl or .parquet file, or `self`",
@@ -82,6 +84,14 @@ def read_texts(path: Path, text_field: str) -> Texts:
             action="give a file with text like that which the model will see",
         )
     return texts
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; not where the name is one that no file can have, or lies where nothing may be seen."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def from_file(source: ModelSource, recipe: Recipe) -> Samples:
@@ -140,7 +150,10 @@ def from_model(source: ModelSource, program: Program, options: Calibration, repo
         report("building the bf16 engine that writes the samples")
         run_steps(program, [Step(Normalise(), Stage.NORMALISED, required=True), *steps(recipe)])
         backend = get_backend("cpu")
-        files = backend.lower(program, recipe, Path(folder))
+        try:
+            files = backend.lower(program, recipe, Path(folder))
+        except OSError as error:
+            raise no_room(Path(folder), error) from error
         manifest = {
             "backend": "cpu",
             "target": backend.target,
@@ -241,7 +254,7 @@ def _read_jsonl(path: Path, text_field: str) -> Texts:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter for brackets in brackets without end
             raise InputError(f"line {number} of {path} is not JSON", found=line[:80]) from error
         texts.append(_text_of(record, text_field, f"line {number} of {path}"))
     return texts
@@ -265,7 +278,22 @@ def _text_of(record: Any, text_field: str, where: str) -> str:
             else "give one object a line, with a field of text",
         )
     text: str = record[text_field]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON's escapes can spell it
+        raise InputError(
+            f"{where} holds half of a surrogate pair, which is no character",
+            found=ascii(text[max(error.start - 20, 0) : error.end + 20]),
+            action="write the file again from whole characters",
+        ) from error
     return text
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a column's type is text, in any of Arrow's forms; the texts of categories lie in a dictionary."""
+    from pyarrow import types
+
+    return str(kind.value_type if types.is_dictionary(kind) else kind) in _TEXT_TYPES
 
 
 def _read_parquet(path: Path, text_field: str) -> Texts:
@@ -278,7 +306,7 @@ def _read_parquet(path: Path, text_field: str) -> Texts:
         ) from missing
     try:
         table = parquet.ParquetFile(path)
-        names = [field.name for field in table.schema_arrow if str(field.type) in ("string", "large_string")]
+        names = [field.name for field in table.schema_arrow if _is_text(field.type)]
         if text_field not in names:
             _text_of(dict.fromkeys(names, ""), text_field, str(path))
         return [text or "" for text in table.read(columns=[text_field]).column(0).to_pylist()]

@@ -1,7 +1,10 @@
 """Rounding with calibration: what each matrix saw, what its result is, and what is said where something falls back."""
 
+import contextlib
 import dataclasses
 import re
+import resource
+import tempfile
 
 import numpy as np
 import pytest
@@ -109,6 +112,26 @@ def test_two_runs_are_bitwise_equal_with_values_on_disk_too(recipe):
         assert torch.equal(matrix_of(first, a).codes, matrix_of(second, b).codes)
         scales = matrix_of(first, a).scales, matrix_of(second, b).scales
         assert scales == (None, None) or torch.equal(*scales)
+
+
+@contextlib.contextmanager
+def a_full_disk(most):
+    """No file may grow beyond `most` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("memory", [None, 2e-6], ids=["results", "activations"])
+def test_a_disk_without_room_for_temporary_files_is_told(memory, tmp_path, monkeypatch):
+    program = family("llama")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with a_full_disk(1000), pytest.raises(InputError, match="MiB free") as raised:
+        rounded(program, "int4-gptq", samples=SAMPLES, memory=memory)
+    assert str(tmp_path) in str(raised.value) and "TMPDIR" in str(raised.value)
 
 
 @pytest.mark.parametrize("options", [["quantise.method=gptq"], ["quantise.range=output"]])

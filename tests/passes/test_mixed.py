@@ -42,7 +42,7 @@ def instance(seed, units=4, candidates=4):
             )
             for name in names
         }
-        choices.append(Choice(Unit(f"u{i}", (), int(random.integers(1, 9)) * 100, 64), costs))
+        choices.append(Choice(Unit(f"u{i}", (), ((int(random.integers(1, 9)) * 100, 64),)), costs))
     return choices
 
 
@@ -96,7 +96,7 @@ def test_a_limit_of_divergence_is_kept_with_few_bits(seed):
 
 
 def test_candidates_that_another_beats_are_never_chosen():
-    unit = Unit("u", (), 100, 64)
+    unit = Unit("u", (), ((100, 64),))
     costs = {"int2_g16": (4.0, 0.9), "int3_g64": (3.5, 0.5), "int4_g64": (4.5, 0.45), "int4_g32": (5.0, 0.1)}
     chosen = set()
     for budget in (3.5, 4.0, 4.5, 5.0, 9.0):
@@ -142,11 +142,11 @@ def test_a_unit_is_what_must_share_a_format():
         "0.mlp.gate_proj+up_proj",
         "0.mlp.down_proj",
     ]
-    assert [(unit.weights, unit.inputs) for unit in units[:4]] == [
-        (96 * 40, 40),
-        (40 * 48, 48),
-        (2 * 72 * 40, 40),
-        (40 * 72, 72),
+    assert [unit.shapes for unit in units[:4]] == [
+        ((48, 40), (24, 40), (24, 40)),
+        ((40, 48),),
+        ((72, 40), (72, 40)),
+        ((40, 72),),
     ]
     experts = assigned_units("mixtral")
     assert named(experts)[:2] == named(units)[:2] and len(named(experts)) == 3
@@ -209,6 +209,14 @@ def quantised(arch, *overrides, recipe="auto", samples=SAMPLES):
     return made, result
 
 
+@pytest.mark.parametrize("arch", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("budget", [5.5, 6.3])
+def test_a_budget_holds_for_the_bits_that_are_stored(arch, budget):
+    """Of experts too, whose second matrix has fewer inputs, and so more scales a weight, than the first."""
+    _, result = quantised(arch, "quantise.method=rtn", "quantise.range=mse", f"mixed.budget={budget}")
+    assert 4 < result.record["bits_a_weight"] <= budget
+
+
 @pytest.mark.parametrize("arch", ["llama", "mixtral"])
 @pytest.mark.parametrize("options", [["mixed.budget=4.9"], ["mixed.budget=null", "mixed.max_kl=0.05"]])
 def test_every_unit_gets_one_format_within_the_limits(arch, options):
@@ -225,7 +233,7 @@ def test_every_unit_gets_one_format_within_the_limits(arch, options):
                     name, f"int8_g{min(128, parse_weight(name).group)}"
                 )
     units = assigned_units(arch)
-    bits = sum(unit.weights * parse_weight(chosen[unit.name]).bits_per_weight(unit.inputs) for unit in units)
+    bits = sum(unit.weights * unit.bits(chosen[unit.name]) for unit in units)
     nats = sum(entry["candidates"][entry["chosen"]][1] for entry in result.record["mixed"])
     if "mixed.max_kl=0.05" in options:
         assert nats <= 0.05 * (1 + 1e-3)
@@ -254,6 +262,16 @@ def test_what_an_override_asks_for_stays():
     units = [entry["unit"] for entry in result.record["mixed"]]
     assert len(units) == 4 and not any("layers.0.mlp" in name or "1.self_attn" in name for name in units)
     assert found["model.layers.1.mlp.down_proj"][1] == "int8"
+
+
+@pytest.mark.parametrize("weight", ["int4_g64", "int2_g16", "bf16"])
+def test_an_override_is_an_answer_whatever_format_it_names(weight):
+    """The recipe's own format too, which is what linears have before any is chosen."""
+    override = f'overrides=[{{match: "*.0.mlp.down_proj", weight: {weight}}}]'
+    made, result = quantised("llama", override, "quantise.method=rtn", "quantise.range=mse", "mixed.budget=8")
+    assert load_recipe("auto").linear.weight == "int4_g64"
+    assert formats(made)["model.layers.0.mlp.down_proj"][0] == weight
+    assert not any("0.mlp.down_proj" in entry["unit"] for entry in result.record["mixed"])
 
 
 def test_calibrated_rounding_uses_the_chosen_formats():

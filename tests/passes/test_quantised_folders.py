@@ -363,6 +363,89 @@ def test_layouts_that_are_not_read(tmp_path, write, change, words):
     refused(written, str(tmp_path), "to do", *words)
 
 
+def group_0(change):
+    """A change of compressed-tensors' one config group."""
+
+    def changed(settings):
+        for key, value in change.items():
+            group = settings["config_groups"]["group_0"]
+            group[key] = group[key] | value if isinstance(value, dict) else value
+
+    return changed
+
+
+MALFORMED = [
+    (make.write_awq, {"modules_to_not_convert": 5}, "modules_to_not_convert 5"),
+    (make.write_awq, {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert 'lm_head'"),
+    (make.write_gptq, {"bits": [4]}, "bits [4]"),
+    (make.write_gptq, {"dynamic": ["a"]}, "dynamic ['a']"),
+    (make.write_gptq, {"dynamic": {".*up_proj": "x"}}, "dynamic .*up_proj 'x'"),
+    (make.write_gptq, {"dynamic": {".*up_proj": {"bits": "8"}}}, "bits '8'"),
+    (make.write_gptq, {"dynamic": {"-:*up_proj": {}}}, "'*up_proj'"),
+    (make.write_gptq, {"modules_in_block_to_quantize": 5}, "modules_in_block_to_quantize 5"),
+    (make.write_packed, {"ignore": "lm_head"}, "ignore 'lm_head'"),
+    (make.write_packed, {"ignore": ["re:*lm_head"]}, "'*lm_head'"),
+    (make.write_packed, {"sparsity_config": "dense"}, "sparsity_config 'dense'"),
+    (make.write_packed, group_0({"targets": "Linear"}), "targets 'Linear'"),
+    (make.write_packed, group_0({"targets": ["re:("]}), "'('"),
+    (make.write_packed, group_0({"input_activations": "int8"}), "input_activations 'int8'"),
+    (make.write_packed, group_0({"weights": {"num_bits": [4]}}), "num_bits [4]"),
+    (make.write_bitsandbytes, {"llm_int8_skip_modules": "lm_head"}, "llm_int8_skip_modules 'lm_head'"),
+    (make.write_bitsandbytes, {"llm_int8_threshold": "six"}, "llm_int8_threshold 'six'"),
+]
+
+
+@pytest.mark.parametrize("write, change, word", MALFORMED)
+def test_settings_of_another_type_are_named(tmp_path, write, change, word):
+    written = write(tmp_path)
+    settings = written.config["quantization_config"]
+    change(settings) if callable(change) else settings.update(change)
+    refused(written, str(tmp_path), "to do", word)
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    "write, part, change",
+    [
+        (make.write_awq, "qweight", lambda t: t.reshape(-1)[0]),
+        (make.write_awq, "scales", lambda t: t.reshape(-1)),
+        (make.write_gptq, "qweight", lambda t: t.reshape(-1)[0]),
+        (make.write_gptq, "qzeros", lambda t: t[None]),
+        (make.write_gptq, "g_idx", lambda t: torch.full_like(t, 2**31 - 1)),
+        (make.write_packed, "weight_packed", lambda t: t.reshape(-1)[0]),
+        (make.write_packed, "weight_shape", lambda t: t.float() * float("nan")),
+        (make.write_w8a8, "weight", lambda t: t.reshape(-1)),
+        (make.write_bitsandbytes, "weight", lambda t: t.reshape(-1)),
+        (make.write_bitsandbytes, "weight_format", lambda t: torch.ones(3, dtype=torch.uint8)),
+    ],
+)
+def test_parts_that_are_no_matrix_are_named(tmp_path, write, part, change):
+    written = write(tmp_path)
+    written.tensors[f"{UP}.{part}"] = change(written.tensors[f"{UP}.{part}"]).contiguous()
+    refused(written, UP, part)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "write, part",
+    [
+        (make.write_awq, "scales"),
+        (make.write_gptq, "scales"),
+        (make.write_packed, "weight_scale"),
+        (make.write_w8a8, "weight_scale"),
+        (make.write_bitsandbytes, "SCB"),
+    ],
+)
+def test_scales_that_are_not_finite_are_named(tmp_path, write, part, value):
+    written = write(tmp_path)
+    written.tensors[f"{UP}.{part}"].view(-1)[3] = value
+    program = quantised(written.save())
+    with pytest.raises(InputError, match=rf"(?s){UP}.*scales that are not finite.*1 of"):
+        program.weight_of(argument(linears(program)[UP], "scales")).load()
+
+
 def test_zero_points_that_tools_read_differently(tmp_path):
     written = make.write_gptq(tmp_path)
     written.tensors["model.layers.0.mlp.up_proj.qzeros"][:] = -1

@@ -89,6 +89,7 @@ def test_overrides_take_lists_numbers_null_and_indices():
         ),
         (["linear.weight=int4_g1024"], ["'linear.weight'", "int4_g1024", "_g256"]),
         (["linear.weight=int8_zp"], ["'linear.weight'", "int8_zp", "uint8"]),
+        (["linear.weight=int8", "outliers.threshold=.inf"], ["'outliers.threshold'", "inf", "from 0 to"]),
         (["calibration.samples=0"], ["'calibration.samples'", "above 0"]),
         (
             ["mixed.budget=4.5 bits", "mixed.max_kl=0.02"],
