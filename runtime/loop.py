@@ -89,7 +89,6 @@ class EngineLoop:
             )
         self.executor = executor
         self.limits = limits
-        self.eos_token_ids = frozenset(eos_token_ids)
         self.pool = PagePool(
             groups,
             pages_per_group,

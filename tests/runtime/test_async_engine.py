@@ -136,8 +136,13 @@ def test_what_cannot_be_served_raises_and_leaves_nothing(folder):
                 await engine.submit([Request([1]), Request([99])])
             with pytest.raises(RequestError, match="nothing to compute"):
                 await engine.submit([])
-            with pytest.raises(Overloaded, match="full"):
+            with pytest.raises(RequestError, match="ever takes"):
                 await engine.submit([Request([1]), Request([2]), Request([3])])
+            waiting = await engine.submit([Request([1], SamplingOptions(ignore_eos=True))])
+            with pytest.raises(Overloaded, match="full"):
+                await engine.submit([Request([2]), Request([3])])
+            waiting.cancel()
+            assert [delta async for delta in waiting][-1].finish_reason in ("abort", "length")
             assert await returned(engine) and engine.unfinished == 0 and engine.idle
 
     asyncio.run(refused())

@@ -87,7 +87,7 @@ def test_an_end_inside_an_accepted_run_ends_there(place, kind):
     )
     loop, drafter = speculating(tokens=8)
     if kind == "eos":
-        loop.eos_token_ids = loop._drawer.eos_token_ids = frozenset([free[place]])
+        loop._drawer.eos_token_ids = frozenset([free[place]])
     drafter.truth = lambda request: free
     (request,) = run(loop, [Request([4, 5], options)])
     assert request.output == free[: place + 1] and len(request.logprobs) == place + 1

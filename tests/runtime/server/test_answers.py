@@ -261,7 +261,7 @@ def calling(request, tmp_path):
     if request.param == "mistral":
         _make_special(folder, "[TOOL_CALLS]")
     engine = tiny_engine(folder, Scripted(_script(calls[request.param]), 1, len(set(WORDS))))
-    engine.loop.eos_token_ids = frozenset({0})
+    engine.loop._drawer.eos_token_ids = frozenset({0})
     with serving(engine) as running:
         yield running
 
