@@ -12,6 +12,7 @@ from pathlib import Path
 
 from enginewright.passes.calibration import Samples
 from enginewright.passes.cost import Ledger
+from enginewright.passes.cut_draft import CanDraft
 from enginewright.passes.fold_scalars import FoldScalars
 from enginewright.passes.fuse_activation import FuseActivation
 from enginewright.passes.fuse_add_norm import FuseAddNorm
@@ -63,6 +64,7 @@ def steps(
         (True, FuseActivation(), Stage.FUSED),
         (True, FuseAddNorm(), Stage.FUSED),
         (gate is not None, gate, Stage.FUSED),
+        (recipe.draft.layers is not None, CanDraft(recipe.draft.layers or 0), Stage.FUSED),
         (whole, SliceBeforeRope(), Stage.FUSED),
         (whole, OrderRows(), Stage.FUSED),
         (recipe.smooth.method != "none", Smooth(recipe, samples, report), Stage.FUSED),

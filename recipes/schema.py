@@ -18,6 +18,7 @@ from enginewright.recipes.values import KEEP, by, unusable
 
 __all__ = [
     "Calibration",
+    "Draft",
     "Mixed",
     "ModuleFormat",
     "Outliers",
@@ -135,6 +136,14 @@ class Mixed:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """What the engine can draft with by itself, for speculation: its first `layers` layers and its head (passes/cut_draft.py);
+    null or 0: nothing."""
+
+    layers: int | None = field(default=None, metadata=by(values.layers))
+
+
+@dataclass(frozen=True)
 class Override:
     """Another format for the modules whose checkpoint name matches a glob (`*` crosses dots)."""
 
@@ -191,6 +200,7 @@ class Recipe:
     quantise: Quantise = field(default=Quantise(), metadata=by(_section(Quantise)))
     outliers: Outliers = field(default=Outliers(), metadata=by(_section(Outliers)))
     mixed: Mixed = field(default=Mixed(), metadata=by(_section(Mixed)))
+    draft: Draft = field(default=Draft(), metadata=by(_section(Draft)))
     max_context: int | None = field(default=None, metadata=by(values.optional_count))
     overrides: tuple[Override, ...] = field(default=(), metadata=by(_overrides))
     verify: Verify = field(default=Verify(), metadata=by(_section(Verify)))

@@ -26,6 +26,7 @@ from enginewright.passes.assignment import assign
 from enginewright.passes.calibration import Samples
 from enginewright.passes.capture import capture
 from enginewright.passes.cost import Cost, Ledger
+from enginewright.passes.cut_draft import check_layers, cut_draft
 from enginewright.passes.manager import Pass, Step, run_steps
 from enginewright.passes.mixed import choosable
 from enginewright.passes.normalise import Normalise
@@ -105,6 +106,13 @@ def optimize(
         resolved = replace(resolved, calibration=given)
     check_calibration(resolved)
     target = get_backend(backend)
+    if resolved.draft.layers is not None and not target.drafts:
+        raise InputError(
+            f"the {target.name} backend writes no drafts",
+            found=f"draft.layers={resolved.draft.layers}",
+            expected="draft.layers null or 0",
+            action="leave draft.layers out, or build with --backend cpu",
+        )
     out = Path(out) if out is not None else Path("engines") / _default_name(model, adapter, resolved)
     if dump is not None:
         try:
@@ -131,12 +139,15 @@ def optimize(
             record.detail = (
                 f"{program.facts.architecture}, {program.facts.parameters / 1e6:,.1f} M parameters"
             )
+        if resolved.draft.layers is not None:
+            check_layers(resolved.draft.layers, program.facts.num_layers)
         judge = program.clone()
         if resolved.calibrates:
             _require_possible(program, resolved, gate)
         samples = samples or _samples_of_model(source, program, resolved, progress)
         order = steps(resolved, samples, progress.update, until=Stage[target.stage], gate=gate, ledger=ledger)
         passes, records = _run_passes(program, order, progress, dump)
+        draft = cut_draft(program, resolved.draft.layers) if resolved.draft.layers is not None else None
         with progress.stage("lower") as record:
             files = target.lower(
                 program,
@@ -146,6 +157,7 @@ def optimize(
                     f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB {name}"
                 ),
                 source,
+                draft,
             )
             record.detail = f"{sum((writer.path / file).stat().st_size for file in files) / 1e6:,.1f} MB"
         source.write_tokenizer(writer.path)

@@ -209,6 +209,11 @@ def engine_tables(artifact: Artifact) -> list[Table]:
         "longest context": f"{model['max_context']:,} tokens",
         "recipe": f"{recipe['name']}: linears {recipe['linear']['weight']}, embedding {recipe['embedding']['weight']}, "
         f"head {recipe['head']['weight']}",
+        **(
+            {"draft": f"its first {recipe['draft']['layers']} layers and its head"}
+            if "draft.json" in artifact
+            else {}
+        ),
         "backend, target": f"{manifest['backend']}, {manifest['target']}",
         "built with": f"enginewright {manifest['enginewright_version']}",
     }

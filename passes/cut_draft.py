@@ -1,0 +1,148 @@
+"""cut_draft — a draft of the model: its first N attention layers, then its own last norm and head.
+
+A model of residual layers hands one value from layer to layer: the sum that everything later reads the tokens through.
+Where N layers are done, that sum goes to the last norm and the head at once (early exit; Elhoushi et al. 2024, "LayerSkip",
+§3.3). So the draft's keys and values of layers 1 … N are those that the model itself writes.
+
+Rules (attention nodes in order are the layers 1 … L; 1 ≤ N < L)
+1. A *boundary* is a sum x + residual of two activations [T, D], alone or with a norm (ew::add_rms_norm,
+   ew::add_layer_norm), such that every path from the tokens to what stands after it leads through it. What follows from
+   positions and weights alone may pass beside it.
+2. The boundary after layer N is the last one between attention N and attention N + 1, the model's is the last one after
+   attention L. Where either is missing, the model cannot be cut.
+3. The model's boundary takes the terms of the boundary after N in place of its own, at the rows that are wanted; the norm,
+   its weights and what follows stay the model's. What nothing reads any more is removed; inputs and KV groups stay as they are.
+
+In a model that norms each layer's sum for the next layer (post-norm), the norm before the head is the last layer's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from enginewright.passes import legality
+from enginewright.passes.dialect import OPS
+from enginewright.passes.manager import PassResult, remove_dead_code
+from enginewright.passes.matching import is_call
+from enginewright.passes.program import Program, Stage
+from enginewright.recipes.errors import InputError, LoweringError
+
+__all__ = ["CanDraft", "check_layers", "cut_draft"]
+
+_SUMS = (torch.ops.aten.add.Tensor, OPS["add_rms_norm"], OPS["add_layer_norm"])
+
+
+class CanDraft:
+    """Changes nothing; refuses a model that could not be cut after `layers` layers, before any long work."""
+
+    name = "can_draft"
+
+    def __init__(self, layers: int) -> None:
+        self.options: Mapping[str, Any] = {"layers": layers}
+
+    def run(self, program: Program) -> PassResult:
+        _boundaries(program.graph, self.options["layers"])
+        return PassResult(1)
+
+
+def cut_draft(program: Program, layers: int) -> Program:
+    """A new final Program of the first `layers` layers, over the same weights; `program` is not changed.
+
+    Raises InputError where the model has too few layers, LoweringError where it has no boundaries.
+    """
+    if program.stage != Stage.FINAL:
+        raise LoweringError(
+            "a draft is cut from a final program", found=program.stage.name, expected=Stage.FINAL.name
+        )
+    draft = program.clone()
+    early, last = _boundaries(draft.graph, layers)
+    terms = list(early.args[:2])
+    wanted = next(
+        node for node in draft.graph.nodes if node.op == "placeholder" and node.target == "logit_rows"
+    )
+    for index, own in enumerate(last.args[:2]):
+        assert isinstance(own, fx.Node) and isinstance(terms[index], fx.Node)
+        if (
+            own.meta["val"].shape[0] != terms[index].meta["val"].shape[0]
+        ):  # the model has chosen its rows by then
+            module = terms[index].meta.get("module")
+            terms[index] = draft.call(OPS["select_rows"], (terms[index], wanted), before=last, module=module)
+    last.args = (*terms, *last.args[2:])
+    remove_dead_code(draft)
+    draft.facts = dataclasses.replace(draft.facts, num_layers=layers)
+    draft.recompile()
+    legality.check(draft, ["cut_draft"])
+    return draft
+
+
+def check_layers(layers: int, of: int) -> None:
+    """Refuse a draft of `layers` layers where the model has `of`."""
+    if not 1 <= layers < of:
+        raise InputError(
+            "the draft cannot have that many layers",
+            found=f"draft.layers={layers}, and the model has {of} layers",
+            expected=f"1 to {of - 1}" if of > 1 else "a model of at least 2 layers",
+            action="set draft.layers to fewer, or to 0 for an engine without a draft",
+        )
+
+
+def _boundaries(graph: fx.Graph, layers: int) -> tuple[fx.Node, fx.Node]:
+    """The boundary after layer `layers`, and the model's own."""
+    attentions = [node for node in graph.nodes if is_call(node, OPS["attention"], OPS["paged_attention"])]
+    check_layers(layers, len(attentions))
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    cuts = [(places[node], node) for node in _cuts(graph, places) if _is_sum(node)]
+
+    def between(start: fx.Node, stop: int, where: str) -> fx.Node:
+        found = [node for place, node in cuts if places[start] < place < stop]
+        if not found:
+            raise LoweringError(
+                f"no draft can be cut from this model: {where} no sum stands alone between what is before and after it",
+                found="values that pass beside every residual sum, or layers without one",
+                expected="layers that hand on x + residual, and nothing else that depends on the tokens",
+                action="set draft.layers=0, or draft with n-grams or another engine",
+            )
+        return found[-1]
+
+    early = between(attentions[layers - 1], places[attentions[layers]], f"after layer {layers}")
+    last = between(attentions[-1], len(places), "after the last layer")
+    mine, its = (node.args[0].meta["val"].shape[1:] for node in (early, last))  # type: ignore[union-attr]
+    if mine != its:
+        raise LoweringError(
+            "no draft can be cut from this model: its layers hand on values of different widths",
+            found=f"{list(mine)} after layer {layers}, {list(its)} after the last",
+            expected="one width",
+        )
+    return early, last
+
+
+def _cuts(graph: fx.Graph, places: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """The nodes through which every path from the tokens to the output leads, in order."""
+    fed: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if (node.op == "placeholder" and node.target == "tokens") or any(
+            source in fed for source in node.all_input_nodes
+        ):
+            fed[node] = None
+    cuts, reach = [], 0  # the last place that reads a value from before
+    for node in fed:
+        if reach <= places[node]:
+            cuts.append(node)
+        reach = max([reach, *(places[user] for user in node.users)])
+    return cuts
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether the node adds two activations [T, D] of one shape."""
+    if not is_call(node, *_SUMS) or "alpha" in node.kwargs:
+        return False
+    terms = node.args[:2]
+    if not all(isinstance(term, fx.Node) and term.op != "get_attr" for term in terms):
+        return False
+    x, residual = (term.meta["val"].shape for term in terms)  # type: ignore[union-attr]
+    return len(x) == 2 and x == residual
