@@ -114,7 +114,10 @@ class Builder:
     # The finished program.
 
     def finish(self, output: View) -> dict[str, Any]:
-        """Make in-place changes safe, plan the buffers, and return the program's lists as plain data; weights are places in `weights`."""
+        """Make in-place changes safe, plan the buffers, and return the program's lists as plain data.
+
+        Weights stand in them as places in `weights`.
+        """
         _protect(self)
         plan_ = plan(
             [Buffer(4 * value["width"], value["rows"]) for value in self.values],
