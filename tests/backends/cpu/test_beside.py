@@ -217,7 +217,7 @@ def test_a_draft_with_another_cache_is_refused(tmp_path: Path, fault: str) -> No
     change(document, fault)
     (tmp_path / "draft.json").write_text(json.dumps(document))
     executor._draft = None
-    with pytest.raises(ArtifactError, match="as in the program beside it|output"):
+    with pytest.raises(ArtifactError, match=r"as in the program beside it|output"):
         executor.draft()
     executor.close()
 
