@@ -61,7 +61,7 @@ def cut_draft(program: Program, layers: int) -> Program:
         )
     draft = program.clone()
     early, last = _boundaries(draft.graph, layers)
-    terms = list(early.args[:2])
+    terms = _terms(early)
     wanted = next(
         node for node in draft.graph.nodes if node.op == "placeholder" and node.target == "logit_rows"
     )
@@ -111,7 +111,7 @@ def _boundaries(graph: fx.Graph, layers: int) -> tuple[fx.Node, fx.Node]:
 
     early = between(attentions[layers - 1], places[attentions[layers]], f"after layer {layers}")
     last = between(attentions[-1], len(places), "after the last layer")
-    mine, its = (node.args[0].meta["val"].shape[1:] for node in (early, last))  # type: ignore[union-attr]
+    mine, its = (_terms(node)[0].meta["val"].shape[1:] for node in (early, last))
     if mine != its:
         raise LoweringError(
             "no draft can be cut from this model: its layers hand on values of different widths",
@@ -141,8 +141,13 @@ def _is_sum(node: fx.Node) -> bool:
     """Whether the node adds two activations [T, D] of one shape."""
     if not is_call(node, *_SUMS) or "alpha" in node.kwargs:
         return False
-    terms = node.args[:2]
-    if not all(isinstance(term, fx.Node) and term.op != "get_attr" for term in terms):
+    terms = _terms(node)
+    if len(terms) < 2 or any(term.op == "get_attr" for term in terms):
         return False
-    x, residual = (term.meta["val"].shape for term in terms)  # type: ignore[union-attr]
+    x, residual = (term.meta["val"].shape for term in terms)
     return len(x) == 2 and x == residual
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """What a sum adds, as far as it is no number."""
+    return [term for term in node.args[:2] if isinstance(term, fx.Node)]

@@ -42,14 +42,14 @@ class DraftExecutor(Protocol):
 class SelfDrafter:
     """Proposes with the draft program of the loop's executor, all requests together: a step of one token each for each place.
 
-    `pool` and `drawer` are the loop's. `keep_logits`: proposals carry the rows that they were drawn from.
+    `pool` and `drawer` are the loop's.
     """
 
     name = "self"
     free = False
 
     @classmethod
-    def of(cls, loop: EngineLoop, keep_logits: bool = False) -> SelfDrafter:
+    def of(cls, loop: EngineLoop) -> SelfDrafter:
         """The drafter of a loop. Raises InputError where its engine holds no draft."""
         draft = getattr(loop.executor, "draft", lambda: None)()
         if draft is None:
@@ -58,15 +58,13 @@ class SelfDrafter:
                 found="an engine that was built without draft.layers",
                 action="build it with `optimize … --set draft.layers=N`, or draft with ngram or another engine",
             )
-        return cls(draft, loop.pool, loop.drawer, keep_logits)
+        return cls(draft, loop.pool, loop.drawer)
 
-    def __init__(
-        self, draft: DraftExecutor, pool: PagePool, drawer: Drawer, keep_logits: bool = False
-    ) -> None:
+    def __init__(self, draft: DraftExecutor, pool: PagePool, drawer: Drawer) -> None:
         self._draft = draft
         self._pool = pool
         self._shadows = Shadows(drawer)
-        self._keep_logits = keep_logits
+        self.keep_logits = False
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Proposal]:
         """See `Drafter`. Each request's last token is the one that has not been computed."""
@@ -89,7 +87,7 @@ class SelfDrafter:
                 if token < 0:
                     continue
                 made[i].tokens.append(token)
-                if self._keep_logits:
+                if self.keep_logits:
                     kept[i].append(logits[row])
                 if more and place + 1 < wanted[i][1]:
                     going.append(i)

@@ -65,13 +65,13 @@ class Watched(SelfDrafter):
 
 
 def drafting(
-    tokens: int | None = 4, spoil: int = 0, keep_logits: bool = False, **limits: Any
+    tokens: int | None = 4, spoil: int = 0, resample: bool = False, **limits: Any
 ) -> tuple[EngineLoop, Watched, FakeDraft]:
     loop = make_loop(**limits)
     assert isinstance(loop.executor, FakeExecutor)
     draft = FakeDraft(loop.executor, spoil)
-    drafter = Watched(draft, loop.pool, loop.drawer, keep_logits)
-    loop.speculator = Speculator(drafter, tokens)
+    drafter = Watched(draft, loop.pool, loop.drawer)
+    loop.speculator = Speculator(drafter, tokens, resample=resample)
     return loop, drafter, draft
 
 
@@ -213,7 +213,7 @@ def test_constraints_bind_proposals_too(spoil: int) -> None:
 
 
 def test_proposals_carry_their_rows_where_they_are_wanted() -> None:
-    loop, drafter, _ = drafting(tokens=3, keep_logits=True)
+    loop, drafter, _ = drafting(tokens=3, resample=True)
     run(loop, [Request([1, 2, 3], options("greedy"))])
     for _, _, proposal in drafter.made:
         assert proposal.logits.shape == (len(proposal.tokens), 32)
