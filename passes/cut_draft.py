@@ -13,28 +13,44 @@ Rules (attention nodes in order are the layers 1 … L; 1 ≤ N < L)
 3. The model's boundary takes the terms of the boundary after N in place of its own, at the rows that are wanted; the norm,
    its weights and what follows stay the model's. What nothing reads any more is removed; inputs and KV groups stay as they are.
 
+4. With a draft head (distil.py), the sum s after layer N is mapped first: the model's boundary takes M · s + m and s as terms.
+
 In a model that norms each layer's sum for the next layer (post-norm), the norm before the head is the last layer's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from enginewright.passes import legality
 from enginewright.passes.dialect import OPS
 from enginewright.passes.manager import PassResult, remove_dead_code
-from enginewright.passes.matching import is_call
+from enginewright.passes.matching import is_call, picked
 from enginewright.passes.program import Program, Stage
+from enginewright.passes.weights import ConstantTensor
 from enginewright.recipes.errors import InputError, LoweringError
 
-__all__ = ["CanDraft", "check_layers", "cut_draft"]
+__all__ = ["CanDraft", "DraftHead", "boundaries", "check_layers", "chosen_rows", "cut_draft", "sum_of"]
 
 _SUMS = (torch.ops.aten.add.Tensor, OPS["add_rms_norm"], OPS["add_layer_norm"])
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftHead:
+    """A map of the sum that goes to the last norm: s + matrix · s + bias. matrix [D, D], bias [D], float32."""
+
+    matrix: Tensor
+    bias: Tensor
+
+    def apply(self, states: Tensor) -> Tensor:
+        """Map states [T, D]."""
+        return states + torch.nn.functional.linear(states, self.matrix, self.bias)
 
 
 class CanDraft:
@@ -46,38 +62,57 @@ class CanDraft:
         self.options: Mapping[str, Any] = {"layers": layers}
 
     def run(self, program: Program) -> PassResult:
-        _boundaries(program.graph, self.options["layers"])
+        boundaries(program.graph, self.options["layers"])
         return PassResult(1)
 
 
-def cut_draft(program: Program, layers: int) -> Program:
+def cut_draft(program: Program, layers: int, head: DraftHead | None = None) -> Program:
     """A new final Program of the first `layers` layers, over the same weights; `program` is not changed.
 
-    Raises InputError where the model has too few layers, LoweringError where it has no boundaries.
+    `head` is stored in bf16 with its bias in f32. Raises InputError where the model has too few layers, LoweringError
+    where it has no boundaries.
     """
     if program.stage != Stage.FINAL:
         raise LoweringError(
             "a draft is cut from a final program", found=program.stage.name, expected=Stage.FINAL.name
         )
     draft = program.clone()
-    early, last = _boundaries(draft.graph, layers)
-    terms = _terms(early)
-    wanted = next(
-        node for node in draft.graph.nodes if node.op == "placeholder" and node.target == "logit_rows"
-    )
-    for index, own in enumerate(last.args[:2]):
-        assert isinstance(own, fx.Node) and isinstance(terms[index], fx.Node)
-        if (
-            own.meta["val"].shape[0] != terms[index].meta["val"].shape[0]
-        ):  # the model has chosen its rows by then
-            module = terms[index].meta.get("module")
-            terms[index] = draft.call(OPS["select_rows"], (terms[index], wanted), before=last, module=module)
+    early, last = boundaries(draft.graph, layers)
+    rows = _terms(last)[0].meta["val"].shape[0]
+    terms = _terms(early) if head is None else [sum_of(draft, early)]
+    terms = [chosen_rows(draft, term, rows, before=last) for term in terms]
+    if head is not None:
+        matrix = draft.add_weight(
+            "draft_head.weight", ConstantTensor("draft_head.weight", head.matrix.bfloat16())
+        )
+        bias = draft.add_weight("draft_head.bias", ConstantTensor("draft_head.bias", head.bias))
+        args = (terms[0], matrix, None, None, bias, "bf16", "bf16")
+        terms.insert(0, draft.call(OPS["quantised_linear"], args, before=last, module="draft_head"))
     last.args = (*terms, *last.args[2:])
     remove_dead_code(draft)
     draft.facts = dataclasses.replace(draft.facts, num_layers=layers)
     draft.recompile()
     legality.check(draft, ["cut_draft"])
     return draft
+
+
+def sum_of(program: Program, boundary: fx.Node) -> fx.Node:
+    """A boundary's sum [T, D] as a node: itself, or the second result of a fused norm."""
+    if is_call(boundary, torch.ops.aten.add.Tensor):
+        return boundary
+    results = (user for user in boundary.users if picked(user) == (boundary, 1))
+    found = next(results, None)
+    if found is not None:
+        return found
+    return program.call(operator.getitem, (boundary, 1), after=boundary)
+
+
+def chosen_rows(program: Program, value: fx.Node, rows: object, before: fx.Node) -> fx.Node:
+    """`value` at the wanted rows, where it does not have `rows` rows already."""
+    if value.meta["val"].shape[0] == rows:
+        return value
+    wanted = next(n for n in program.graph.nodes if n.op == "placeholder" and n.target == "logit_rows")
+    return program.call(OPS["select_rows"], (value, wanted), before=before, module=value.meta.get("module"))
 
 
 def check_layers(layers: int, of: int) -> None:
@@ -91,7 +126,7 @@ def check_layers(layers: int, of: int) -> None:
         )
 
 
-def _boundaries(graph: fx.Graph, layers: int) -> tuple[fx.Node, fx.Node]:
+def boundaries(graph: fx.Graph, layers: int) -> tuple[fx.Node, fx.Node]:
     """The boundary after layer `layers`, and the model's own."""
     attentions = [node for node in graph.nodes if is_call(node, OPS["attention"], OPS["paged_attention"])]
     check_layers(layers, len(attentions))

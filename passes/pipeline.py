@@ -48,11 +48,11 @@ def steps(
 ) -> list[Step]:
     """The passes that a recipe asks for, in order, up to a stage: FINAL or QUANTISED.
 
-    `samples` are needed where `recipe.calibrates` names something; `report` is told how far a calibration is. `gate` runs
+    `samples` are needed where `recipe.passes_calibrate` names something; `report` is told how far a calibration is. `gate` runs
     before matrices change; `ledger` receives what every matrix is stored as.
     """
     whole = until == Stage.FINAL
-    calibrated = samples if recipe.calibrates else None
+    calibrated = samples if recipe.passes_calibrate else None
     kv_formats: dict[int, str] = {}  # layers that gate_kv keeps out of the recipe's format
     order: list[tuple[bool, Pass | None, Stage]] = [
         (True, MergeDuplicates(), Stage.NORMALISED),

@@ -19,6 +19,7 @@ from tests.passes.architectures import folder
 
 LAYERS = {"llama": 1, "gemma3_text": 2, "mixtral": 1}
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 17, 40)]
+DISTILLED = ["draft.head=distilled", "calibration.samples=32", "calibration.length=40"]
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 0.8, "seed": 5},
@@ -56,6 +57,36 @@ def test_answers_are_those_without_drafting(built: Path, name: str) -> None:
             assert figures.failures == 0
             if draft_tokens != "auto":
                 assert figures.drafted > figures.accepted > 0
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("engines") / "distilled"
+    return enginewright.optimize(folder("llama"), "int8", out, overrides=[*DISTILLED, "draft.layers=1"]).path
+
+
+def test_a_distilled_head_brings_the_draft_nearer_and_changes_no_answer(
+    distilled: Path, tmp_path: Path
+) -> None:
+    artifact = open_engine(distilled, check=True)
+    found = artifact.manifest["calibration"]["draft_head"]
+    assert (
+        found["top1"]["distilled"] > found["top1"]["shared"]
+        and found["kl"]["distilled"] < found["kl"]["shared"]
+    )
+    assert found["tokens"] == 30 * 40 and found["judged_tokens"] == 2 * 40
+    shown = CliRunner(env={"COLUMNS": None}).invoke(engine_command, ["inspect", str(distilled)])
+    assert f"top-1 agreement {found['top1']['distilled']:.1%}" in shown.output
+    shared = enginewright.optimize(folder("llama"), "int8", tmp_path / "e", overrides=["draft.layers=1"]).path
+    assert (shared / "program.json").read_bytes() == (distilled / "program.json").read_bytes()
+    small, large = ((path / "weights.bin").read_bytes() for path in (shared, distilled))
+    assert large.startswith(small) and 0 < len(large) - len(small) < 8192, "the map alone is new"
+    for name in SAMPLING:
+        found_answers, figures = answers(distilled, name, speculate="self", draft_tokens=3)
+        assert found_answers == answers(shared, name)[0]
+        assert figures.accepted > 0 and figures.failures == 0
+    better = answers(distilled, "greedy", speculate="self", draft_tokens=2)[1].acceptance_rate
+    assert better > answers(shared, "greedy", speculate="self", draft_tokens=2)[1].acceptance_rate
 
 
 def test_the_engine_says_that_it_can_draft(built: Path) -> None:
@@ -96,10 +127,21 @@ def test_a_draft_that_was_changed_is_noticed(built: Path, tmp_path: Path) -> Non
         (["--set", "draft.layers=-1"], ["draft.layers", "0 or more"]),
         (["--set", "draft.layers=1.5"], ["draft.layers", "1.5"]),
         (["--set", "draft.layers=true"], ["draft.layers", "True"]),
+        (["--set", "draft.head=distilled"], ["draft.layers", "draft.head", "go together"]),
+        (["--set", "draft.head=large"], ["draft.head", "shared, distilled"]),
         (["--set", "draft.layer=1"], ["did you mean 'draft.layers'"]),
         (["--set", "draft.layers=1", "--backend", "checkpoint"], ["checkpoint", "writes no drafts"]),
     ],
-    ids=["too many", "negative", "a fraction", "true", "misspelt", "another backend"],
+    ids=[
+        "too many",
+        "negative",
+        "a fraction",
+        "true",
+        "no layers",
+        "no such head",
+        "misspelt",
+        "another backend",
+    ],
 )
 def test_what_cannot_draft_is_refused(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     out = tmp_path / "out"
@@ -116,4 +158,4 @@ def test_equal_builds_give_equal_engines(tmp_path: Path) -> None:
     for name in ("one", "two"):
         enginewright.optimize(folder("llama"), "int8", tmp_path / name, overrides=["draft.layers=1"])
     one, two = ((tmp_path / name / "engine.json").read_bytes() for name in ("one", "two"))
-    assert one == two and json.loads(one)["recipe"]["draft"] == {"layers": 1}
+    assert one == two and json.loads(one)["recipe"]["draft"] == {"layers": 1, "head": "shared"}

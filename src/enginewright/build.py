@@ -22,6 +22,7 @@ from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
 from enginewright.backends.base import Backend
 from enginewright.calibration import check_calibration, from_file, from_model
+from enginewright.distillation import distil_head
 from enginewright.passes.assignment import assign
 from enginewright.passes.calibration import Samples
 from enginewright.passes.capture import capture
@@ -147,7 +148,7 @@ def optimize(
         samples = samples or _samples_of_model(source, program, resolved, progress)
         order = steps(resolved, samples, progress.update, until=Stage[target.stage], gate=gate, ledger=ledger)
         passes, records = _run_passes(program, order, progress, dump)
-        draft = cut_draft(program, resolved.draft.layers) if resolved.draft.layers is not None else None
+        draft, head_record = _draft(program, resolved, samples, target, progress)
         with progress.stage("lower") as record:
             files = target.lower(
                 program,
@@ -163,7 +164,7 @@ def optimize(
         source.write_tokenizer(writer.path)
         manifest = _manifest(program, source, resolved, target)
         if samples is not None:
-            manifest["calibration"] = {**samples.provenance(), **records}
+            manifest["calibration"] = {**samples.provenance(), **records, **head_record}
         build = _build_log(passes, program.notes)
         with progress.stage("verify") as record:
             verification = _verify(writer, manifest, build, judge, resolved, target, progress)
@@ -241,6 +242,23 @@ def _samples_of_model(
         samples = from_model(source, program, recipe.calibration, progress.update)
         record.detail = _told(samples, recipe)
     return samples
+
+
+def _draft(
+    program: Program, recipe: Recipe, samples: Samples | None, target: Backend, progress: Progress
+) -> tuple[Program | None, dict[str, Any]]:
+    """The draft that the recipe asks for, and what the manifest keeps of how its head was found."""
+    layers = recipe.draft.layers
+    if layers is None:
+        return None, {}
+    if recipe.draft.head == "shared":
+        return cut_draft(program, layers), {}
+    assert samples is not None, "a distilled head calibrates"
+    with progress.stage("distil") as record:
+        head, found = distil_head(program, recipe, samples, target, progress.update)
+        top1 = found["top1"]
+        record.detail = f"top-1 agreement {top1['distilled']:.1%}, without the map {top1['shared']:.1%}"
+    return cut_draft(program, layers, head), {"draft_head": found}
 
 
 def _told(samples: Samples, recipe: Recipe) -> str:
