@@ -25,7 +25,7 @@ from enginewright.recipes.recipe import Recipe
 __all__ = ["distil_head"]
 
 TOKENS = 24576  # of the calibration's text
-STEPS = 240  # of the tuning
+STEPS = 120  # of the tuning
 APART = 16  # one sequence of so many is kept apart
 CHUNK = 256  # tokens a step
 
