@@ -152,7 +152,8 @@ class Backend(Protocol):
     are bitwise the same in any batch, chunking and thread count. capabilities: what it can lower. stage: how far a
     program goes before `lower` (a name of passes.program.Stage): "FINAL", or "QUANTISED", whose matrices are the
     model's own, neither joined nor reordered. serves: whether `load` gives an executor; where it does not,
-    `answers` stands for the engine in verification.
+    `answers` stands for the engine in verification. drafts: whether an engine may hold a draft program beside its own; then
+    the executor's `draft()` gives what runs it, over the executor's pools.
     """
 
     name: str
@@ -160,6 +161,7 @@ class Backend(Protocol):
     exact: bool
     stage: str
     serves: bool
+    drafts: bool
 
     @property
     def capabilities(self) -> Mapping[str, Any]:
@@ -178,10 +180,12 @@ class Backend(Protocol):
         directory: Path,
         progress: LowerProgress | None = None,
         source: ModelSource | None = None,
+        draft: Program | None = None,
     ) -> list[str]:
         """Write what `load` needs into `directory`; returns the files' names. Raises LoweringError.
 
-        `source` is the opened model, for a backend that writes its configuration.
+        `source` is the opened model, for a backend that writes its configuration. `draft` is a draft of the program
+        (passes/cut_draft.py), only for a backend that `drafts`.
         """
 
     def load(self, engine: Artifact, **options: Any) -> Executor:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from enginewright.passes.calibration import Samples
 from enginewright.passes.cost import Ledger
+from enginewright.passes.cut_draft import CanDraft
 from enginewright.passes.fold_scalars import FoldScalars
 from enginewright.passes.fuse_activation import FuseActivation
 from enginewright.passes.fuse_add_norm import FuseAddNorm
@@ -47,11 +48,11 @@ def steps(
 ) -> list[Step]:
     """The passes that a recipe asks for, in order, up to a stage: FINAL or QUANTISED.
 
-    `samples` are needed where `recipe.calibrates` names something; `report` is told how far a calibration is. `gate` runs
+    `samples` are needed where `recipe.passes_calibrate` names something; `report` is told how far a calibration is. `gate` runs
     before matrices change; `ledger` receives what every matrix is stored as.
     """
     whole = until == Stage.FINAL
-    calibrated = samples if recipe.calibrates else None
+    calibrated = samples if recipe.passes_calibrate else None
     kv_formats: dict[int, str] = {}  # layers that gate_kv keeps out of the recipe's format
     order: list[tuple[bool, Pass | None, Stage]] = [
         (True, MergeDuplicates(), Stage.NORMALISED),
@@ -63,6 +64,7 @@ def steps(
         (True, FuseActivation(), Stage.FUSED),
         (True, FuseAddNorm(), Stage.FUSED),
         (gate is not None, gate, Stage.FUSED),
+        (recipe.draft.layers is not None, CanDraft(recipe.draft.layers or 0), Stage.FUSED),
         (whole, SliceBeforeRope(), Stage.FUSED),
         (whole, OrderRows(), Stage.FUSED),
         (recipe.smooth.method != "none", Smooth(recipe, samples, report), Stage.FUSED),

@@ -46,7 +46,7 @@ __all__ = ["Outliers", "Quantise", "Rewriting"]
 class Quantise:
     """The pass `quantise`; its options are the resolved recipe.
 
-    `samples` are needed where `recipe.calibrates` names something. `ledger` receives what every matrix is stored as.
+    `samples` are needed where `recipe.passes_calibrate` names something. `ledger` receives what every matrix is stored as.
     """
 
     name = "quantise"
@@ -63,8 +63,8 @@ class Quantise:
 
     def run(self, program: Program) -> PassResult:
         """Rewrite every matrix in place. Raises InputError for patterns or formats that this model cannot have."""
-        if self.samples is None and self.recipe.calibrates:
-            needed(self.samples, ", ".join(self.recipe.calibrates))
+        if self.samples is None and self.recipe.passes_calibrate:
+            needed(self.samples, ", ".join(self.recipe.passes_calibrate))
         if self.ledger is not None:
             self.ledger.begin(program)
         assigned, notes = assign(program, self.recipe)

@@ -23,6 +23,7 @@ import yaml
 from enginewright.recipes.errors import InputError, near_matches
 from enginewright.recipes.schema import (
     Calibration,
+    Draft,
     Mixed,
     ModuleFormat,
     Outliers,
@@ -38,6 +39,7 @@ from enginewright.recipes.values import unusable
 
 __all__ = [
     "Calibration",
+    "Draft",
     "Mixed",
     "ModuleFormat",
     "Outliers",

@@ -18,6 +18,7 @@ from enginewright.recipes.values import KEEP, by, unusable
 
 __all__ = [
     "Calibration",
+    "Draft",
     "Mixed",
     "ModuleFormat",
     "Outliers",
@@ -135,6 +136,16 @@ class Mixed:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """What the engine can draft with by itself, for speculation: its first `layers` layers and its head (passes/cut_draft.py);
+    null or 0: nothing. head: `shared`, the model's own as it is, or `distilled`, with a map before it that is learned on the
+    calibration's text (passes/distil.py)."""
+
+    layers: int | None = field(default=None, metadata=by(values.layers))
+    head: str = field(default="shared", metadata=by(values.one_of("shared", "distilled")))
+
+
+@dataclass(frozen=True)
 class Override:
     """Another format for the modules whose checkpoint name matches a glob (`*` crosses dots)."""
 
@@ -191,6 +202,7 @@ class Recipe:
     quantise: Quantise = field(default=Quantise(), metadata=by(_section(Quantise)))
     outliers: Outliers = field(default=Outliers(), metadata=by(_section(Outliers)))
     mixed: Mixed = field(default=Mixed(), metadata=by(_section(Mixed)))
+    draft: Draft = field(default=Draft(), metadata=by(_section(Draft)))
     max_context: int | None = field(default=None, metadata=by(values.optional_count))
     overrides: tuple[Override, ...] = field(default=(), metadata=by(_overrides))
     verify: Verify = field(default=Verify(), metadata=by(_section(Verify)))
@@ -198,6 +210,12 @@ class Recipe:
     @property
     def calibrates(self) -> list[str]:
         """The keys that ask for calibration data; empty when nothing does."""
+        draft = ["draft.head"] if self.draft.layers is not None and self.draft.head == "distilled" else []
+        return [*self.passes_calibrate, *draft]
+
+    @property
+    def passes_calibrate(self) -> list[str]:
+        """The keys that ask for calibration data while the model is rounded."""
         asked = {
             "smooth.method": self.smooth.method != "none",
             "quantise.method": self.quantise.method == "gptq",
@@ -325,7 +343,9 @@ def check_together(recipe: Recipe) -> None:
             "one of them: the other follows",
             "set one to null",
         )
-    calibrated = [key for key in recipe.calibrates if key not in ("kv_cache.max_error", "linear.activation")]
+    calibrated = [
+        key for key in recipe.passes_calibrate if key not in ("kv_cache.max_error", "linear.activation")
+    ]
     if not integers and calibrated:
         refuse(
             f"'linear.weight' and '{calibrated[0]}'",
@@ -370,6 +390,13 @@ def check_together(recipe: Recipe) -> None:
             f"format {recipe.kv_cache.format}, max_error {recipe.kv_cache.max_error:g}",
             "max_error with format int8: it chooses the layers that keep bf16",
             "set kv_cache.format=int8, or kv_cache.max_error=null",
+        )
+    if recipe.draft.layers is None and recipe.draft.head != "shared":
+        refuse(
+            "'draft.layers' and 'draft.head'",
+            f"no layers, head {recipe.draft.head}",
+            "a head for a draft of some layers",
+            "set draft.layers, or leave draft.head out",
         )
     for role in ("head", "router"):
         if getattr(recipe, role).activation == "int8_static":

@@ -19,6 +19,7 @@ __all__ = [
     "candidates",
     "count",
     "flag",
+    "layers",
     "limit",
     "number",
     "one_of",
@@ -66,6 +67,13 @@ def optional_count(value: Any, key: str) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     raise unusable(key, value, "a whole number above 0, or null")
+
+
+def layers(value: Any, key: str) -> int | None:
+    """A number of layers; 0 means none, as null does."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value or None
+    raise unusable(key, value, "a whole number of layers, 0 or more, or null")
 
 
 def limit(value: Any, key: str) -> float | None:

@@ -7,9 +7,11 @@ from typing import Any
 
 from enginewright.recipes.errors import InputError
 
+from .drafting import Drafter
 from .loop import EngineLoop
 from .ngram import NgramDrafter
 from .request import MOST_DRAFT_TOKENS
+from .self_draft import SelfDrafter
 from .speculation import Speculator
 
 __all__ = ["RULES", "speculate"]
@@ -38,6 +40,6 @@ def speculate(
         )
     if draft_rule not in RULES:
         raise InputError("draft_rule cannot be used", found=repr(draft_rule), expected=" or ".join(RULES))
-    drafter = NgramDrafter()
+    drafter: Drafter = SelfDrafter.of(loop) if how == "self" else NgramDrafter()
     tokens = None if draft_tokens == "auto" else int(draft_tokens)
     loop.speculator = Speculator(drafter, tokens, resample=draft_rule == "resample")

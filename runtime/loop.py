@@ -146,6 +146,11 @@ class EngineLoop:
             self._finish(request, reason)
 
     @property
+    def drawer(self) -> Drawer:
+        """What draws the tokens; a drafter may draw with it between steps."""
+        return self._drawer
+
+    @property
     def idle(self) -> bool:
         """Whether no request is running or waiting."""
         return self.scheduler.idle

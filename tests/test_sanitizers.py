@@ -15,11 +15,11 @@ DRAWING = "tests/runtime/test_sampler.py::"
 TESTS = {
     "address": [
         NATIVE + name
-        for name in ("test_executor.py", "test_generic_ops.py", "test_linear_kernels.py", "test_row_kernels.py",
+        for name in ("test_executor.py", "test_beside.py", "test_generic_ops.py", "test_linear_kernels.py", "test_row_kernels.py",
                      "test_attention_kernels.py", "test_thread_pool.py")
     ] + [DRAWING + name for name in ("test_every_variant_draws_as_numpy_does",
                                      "test_a_row_does_not_depend_on_its_neighbours")],
-    "thread": [NATIVE + "test_thread_pool.py", NATIVE + "test_executor.py",
+    "thread": [NATIVE + "test_thread_pool.py", NATIVE + "test_executor.py", NATIVE + "test_beside.py",
                DRAWING + "test_a_row_does_not_depend_on_its_neighbours"],
 }  # fmt: skip
 LIBRARY = {"address": "libasan.so", "thread": "libtsan.so"}

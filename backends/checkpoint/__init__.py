@@ -32,6 +32,7 @@ class CheckpointBackend:
     exact = False
     stage = "QUANTISED"
     serves = False
+    drafts = False
 
     @property
     def capabilities(self) -> Mapping[str, Any]:
@@ -51,10 +52,12 @@ class CheckpointBackend:
         directory: Path,
         progress: LowerProgress | None = None,
         source: ModelSource | None = None,
+        draft: Program | None = None,
     ) -> list[str]:
         from enginewright.backends.checkpoint.lower import lower
 
         assert source is not None, "a folder needs the model's configuration"
+        assert draft is None, "a folder holds one model"
         return lower(program, directory, progress, source)
 
     def answers(self, engine: Artifact) -> FolderAnswers:

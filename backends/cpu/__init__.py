@@ -28,6 +28,7 @@ class CpuBackend:
     exact = True
     stage = "FINAL"
     serves = True
+    drafts = True
 
     @property
     def capabilities(self) -> Mapping[str, Any]:
@@ -45,17 +46,19 @@ class CpuBackend:
         directory: Path,
         progress: LowerProgress | None = None,
         source: ModelSource | None = None,
+        draft: Program | None = None,
     ) -> list[str]:
         from enginewright.backends.cpu.lower import lower
 
-        return lower(program, recipe, directory, progress)
+        return lower(program, recipe, directory, progress, draft)
 
     def load(self, engine: Artifact, **options: Any) -> CpuExecutor:
         """Options: threads (None: one a core), weights ("mmap" or "copy"), max_tokens, max_rows, isa."""
         engine.require(self.name, [self.target])
         from enginewright.backends.cpu.executor import CpuExecutor
 
-        return CpuExecutor(engine.file("program.json"), engine.file("weights.bin"), **options)
+        draft = engine.file("draft.json") if "draft.json" in engine else None
+        return CpuExecutor(engine.file("program.json"), engine.file("weights.bin"), draft=draft, **options)
 
     def answers(self, engine: Artifact) -> NoReturn:
         raise NotImplementedError("the cpu backend answers through its executor")

@@ -41,9 +41,9 @@ class Instruction:
 class Builder:
     """Appends instructions in order. `module` names the part of the model being lowered, for messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: WeightsFile | None = None) -> None:
         self.values: list[dict[str, Any]] = []
-        self.weights = WeightsFile()
+        self.weights = WeightsFile() if weights is None else weights
         self.instructions: list[Instruction] = []
         self.module = ""
 
@@ -114,7 +114,10 @@ class Builder:
     # The finished program.
 
     def finish(self, output: View) -> dict[str, Any]:
-        """Make in-place changes safe, plan the buffers, and return the program's lists as plain data."""
+        """Make in-place changes safe, plan the buffers, and return the program's lists as plain data.
+
+        Weights stand in them as places in `weights`.
+        """
         _protect(self)
         plan_ = plan(
             [Buffer(4 * value["width"], value["rows"]) for value in self.values],
@@ -138,7 +141,6 @@ class Builder:
         ]
         return {
             "values": values,
-            "weights": self.weights.entries,
             "instructions": instructions,
             "output": _operand(output),
         }

@@ -14,7 +14,7 @@ from enginewright.backends.base import KvGroupInfo, StepError, StepInput
 from enginewright.backends.cpu import _native
 from enginewright.recipes.errors import ArtifactError, InputError
 
-__all__ = ["CpuExecutor"]
+__all__ = ["CpuDraft", "CpuExecutor"]
 
 
 @contextmanager
@@ -25,71 +25,22 @@ def _steps_own_errors() -> Iterator[None]:
         raise StepError(str(error)) from None
 
 
-class CpuExecutor:
-    """Runs a lowered program. See `enginewright.backends.base.Executor` for the methods' contract.
+class _Stepping:
+    """What every loaded program does: steps, times and figures of memory."""
 
-    `program`, `weights_file`: program.json and weights.bin. `threads`: None takes one for each core that the process
-    may use (affinity and cgroup quota). `weights`: "mmap" shares the file's pages with other processes, "copy" reads
-    them into (huge) pages of this one. `max_tokens`, `max_rows`: rows and logit rows a step may have (max_rows:
-    max_tokens unless given). `isa`: "avx512", "avx2" or "portable"; what the variable
-    ENGINEWRIGHT_ISA says, else the best that the machine has, unless given.
-
-    Raises ArtifactError for a program that is damaged or does not fit its weights, InputError for options.
-    """
-
-    def __init__(
-        self,
-        program: str | os.PathLike[str],
-        weights_file: str | os.PathLike[str],
-        *,
-        threads: int | None = None,
-        weights: str = "mmap",
-        max_tokens: int = 512,
-        max_rows: int | None = None,
-        isa: str = "",
-    ) -> None:
+    def __init__(self, engine: _native.Engine, max_tokens: int, max_rows: int) -> None:
+        self._engine = engine
         self.max_tokens = max_tokens
-        self.max_rows = max_tokens if max_rows is None else max_rows
-        isa = isa or os.environ.get("ENGINEWRIGHT_ISA", "")
-        _check_options(threads, weights, self.max_tokens, self.max_rows, isa)
-        try:
-            text = Path(program).read_bytes().decode()
-            self._engine = _native.Engine(
-                text,
-                os.fspath(weights_file),
-                mode=weights,
-                max_tokens=self.max_tokens,
-                max_rows=self.max_rows,
-                threads=threads or 0,
-                isa=isa,
-            )
-        except (ValueError, OSError, RuntimeError) as error:
-            raise ArtifactError(
-                f"the engine's program cannot be loaded: {error}",
-                found=os.fspath(program),
-                action="build the engine again with `optimize`",
-            ) from None
-        self.vocab_size: int = self._engine.vocab_size
-        self.threads: int = self._engine.threads
-        self.isa: str = self._engine.isa
-        self.max_positions: int = self._engine.position_limit
+        self.max_rows = max_rows
+        self.vocab_size: int = engine.vocab_size
+        self.threads: int = engine.threads
+        self.isa: str = engine.isa
+        self.max_positions: int = engine.position_limit
         self.kv_groups: Sequence[KvGroupInfo] = [
             KvGroupInfo(g["window"], g["page_size"], g["page_bytes"], g["format"], len(g["layers"]))
-            for g in self._engine.kv_groups
+            for g in engine.kv_groups
         ]
-        self._step = self._engine.step
-
-    def create_pool(self, pages_per_group: Sequence[int]) -> None:
-        with _steps_own_errors():
-            self._engine.create_pool(list(pages_per_group))
-
-    def copy_pages(self, group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        with _steps_own_errors():
-            self._engine.copy_pages(group, np.asarray(sources, np.int32), np.asarray(destinations, np.int32))
-
-    def fill_pool(self, value: float) -> None:
-        """Set every number of the pools: tests fill them with NaN to see that nothing unwritten is read."""
-        self._engine.fill_pool(value)
+        self._step = engine.step
 
     def step(self, step: StepInput) -> npt.NDArray[np.float32]:
         # The native side checks all that check_step does, so that a step costs little here.
@@ -134,6 +85,98 @@ class CpuExecutor:
 
     def close(self) -> None:
         self._engine.close()
+
+
+class CpuDraft(_Stepping):
+    """A draft program beside an executor: it reads and writes the executor's pools, and runs on its threads, between its steps.
+
+    Its keys and values are those that the executor itself writes for the layers that both have, bit for bit. Whatever the
+    executor shares lasts until both are closed; `memory` counts what is the draft's own.
+    """
+
+
+class CpuExecutor(_Stepping):
+    """Runs a lowered program. See `enginewright.backends.base.Executor` for the methods' contract.
+
+    `program`, `weights_file`: program.json and weights.bin. `threads`: None takes one for each core that the process
+    may use (affinity and cgroup quota). `weights`: "mmap" shares the file's pages with other processes, "copy" reads
+    them into (huge) pages of this one. `max_tokens`, `max_rows`: rows and logit rows a step may have (max_rows:
+    max_tokens unless given). `isa`: "avx512", "avx2" or "portable"; what the variable
+    ENGINEWRIGHT_ISA says, else the best that the machine has, unless given. `draft`: draft.json, for `draft()`.
+
+    Raises ArtifactError for a program that is damaged or does not fit its weights, InputError for options.
+    """
+
+    def __init__(
+        self,
+        program: str | os.PathLike[str],
+        weights_file: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        weights: str = "mmap",
+        max_tokens: int = 512,
+        max_rows: int | None = None,
+        isa: str = "",
+        draft: str | os.PathLike[str] | None = None,
+    ) -> None:
+        max_rows = max_tokens if max_rows is None else max_rows
+        isa = isa or os.environ.get("ENGINEWRIGHT_ISA", "")
+        _check_options(threads, weights, max_tokens, max_rows, isa)
+        self._draft_program = draft
+        self._draft: CpuDraft | None = None
+        with _damaged(program):
+            engine = _native.Engine(
+                Path(program).read_bytes().decode(),
+                os.fspath(weights_file),
+                mode=weights,
+                max_tokens=max_tokens,
+                max_rows=max_rows,
+                threads=threads or 0,
+                isa=isa,
+            )
+        super().__init__(engine, max_tokens, max_rows)
+
+    def draft(self) -> CpuDraft | None:
+        """The engine's draft program, loaded beside this one at the first call; None where it has none.
+
+        Raises ArtifactError where it is damaged or does not fit this one.
+        """
+        if self._draft is None and self._draft_program is not None:
+            with _damaged(self._draft_program):
+                text = Path(self._draft_program).read_bytes().decode()
+                engine = _native.Engine.beside(self._engine, text, self.max_tokens, self.max_rows)
+            self._draft = CpuDraft(engine, self.max_tokens, self.max_rows)
+        return self._draft
+
+    def create_pool(self, pages_per_group: Sequence[int]) -> None:
+        with _steps_own_errors():
+            self._engine.create_pool(list(pages_per_group))
+
+    def copy_pages(self, group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        with _steps_own_errors():
+            self._engine.copy_pages(group, np.asarray(sources, np.int32), np.asarray(destinations, np.int32))
+
+    def fill_pool(self, value: float) -> None:
+        """Set every number of the pools: tests fill them with NaN to see that nothing unwritten is read."""
+        self._engine.fill_pool(value)
+
+    def close(self) -> None:
+        if self._draft is not None:
+            self._draft.close()
+        super().close()
+
+
+@contextmanager
+def _damaged(program: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of loading `program`, as ArtifactError."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ArtifactError(
+            f"the engine's program cannot be loaded: {error}",
+            found=os.fspath(program),
+            action="build the engine again with `optimize`",
+        ) from None
 
 
 def _check_options(threads: int | None, weights: str, max_tokens: int, max_rows: int, isa: str) -> None:

@@ -1,4 +1,4 @@
-"""From a final Program to the files that the cpu backend runs: program.json and weights.bin.
+"""From a final Program to the files that the cpu backend runs: program.json, weights.bin, and a draft's draft.json.
 
 The graph is lowered node by node into a flat list of instructions (instructions.md) by rules that are looked
 up by the op's name: lower_dialect.py has the dialect's, lower_generic.py those of ATen. Nothing is loaded
@@ -13,6 +13,7 @@ from typing import Any
 from enginewright.backends.artifact import canonical_json
 from enginewright.backends.base import LowerProgress
 from enginewright.backends.cpu.lowering import RULES, Lowering
+from enginewright.backends.cpu.weights_file import WeightsFile
 from enginewright.passes.program import Program, Stage
 from enginewright.recipes.errors import LoweringError
 from enginewright.recipes.formats import WEIGHT_FORMATS, activations_for
@@ -21,6 +22,7 @@ from enginewright.recipes.recipe import Recipe
 __all__ = ["capabilities", "lower"]
 
 PROGRAM_FILE = "program.json"
+DRAFT_FILE = "draft.json"
 WEIGHTS_FILE = "weights.bin"
 
 
@@ -40,21 +42,30 @@ def capabilities() -> dict[str, Any]:
 
 
 def lower(
-    program: Program, recipe: Recipe, directory: Path, progress: LowerProgress | None = None
+    program: Program,
+    recipe: Recipe,
+    directory: Path,
+    progress: LowerProgress | None = None,
+    draft: Program | None = None,
 ) -> list[str]:
     """Write program.json and weights.bin for `program` into `directory`; returns the names of the files.
 
-    `recipe` gives the KV cache's page size and usual format; each layer's own comes with the program.
+    `recipe` gives the KV cache's page size and usual format; each layer's own comes with the program. A `draft` of the
+    program (passes/cut_draft.py) becomes draft.json over the same weights.bin: what both read is stored once.
     `progress(name, written, total)` is called before each weight. Raises LoweringError with the op, its
     module and what is supported.
     """
-    if program.stage != Stage.FINAL:
-        raise LoweringError(
-            "only a final program can be lowered", found=program.stage.name, expected=Stage.FINAL.name
-        )
-    lowering = Lowering(program)
-    output = lowering.run()
-    lowered = lowering.builder.finish(output)
+    programs = {PROGRAM_FILE: program, **({} if draft is None else {DRAFT_FILE: draft})}
+    for one in programs.values():
+        if one.stage != Stage.FINAL:
+            raise LoweringError(
+                "only a final program can be lowered", found=one.stage.name, expected=Stage.FINAL.name
+            )
+    weights = WeightsFile()
+    lowered: dict[str, dict[str, Any]] = {}
+    for name, one in programs.items():
+        lowering = Lowering(one, weights)
+        lowered[name] = lowering.builder.finish(lowering.run())
     kv_groups = [
         {
             "window": group.window,
@@ -72,8 +83,26 @@ def lower(
         }
         for group in program.facts.kv_groups
     ]
-    document = {"version": 1, "vocab_size": program.facts.vocab_size, "kv_groups": kv_groups, **lowered}
-    program.notes.extend(lowering.builder.weights.duplicates())
-    lowering.builder.weights.write(directory / WEIGHTS_FILE, progress)
-    (directory / PROGRAM_FILE).write_bytes(canonical_json(document))
-    return [PROGRAM_FILE, WEIGHTS_FILE]
+    program.notes.extend(weights.duplicates())
+    weights.write(directory / WEIGHTS_FILE, progress)
+    head = {"version": 1, "vocab_size": program.facts.vocab_size, "kv_groups": kv_groups}
+    for name, lists in lowered.items():
+        document = {**head, **_with_own_weights(lists, weights.entries)}
+        (directory / name).write_bytes(canonical_json(document))
+    return [*lowered, WEIGHTS_FILE]
+
+
+def _with_own_weights(lists: dict[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """A program's lists with those entries of the weights file that it reads, in the file's order."""
+    operands = [
+        operand for code in lists["instructions"] for operand in (*code["in"], *code["out"]) if operand
+    ]
+    used = {index for code in lists["instructions"] for index in code["weights"] if index >= 0}
+    used |= {operand["weight"] for operand in operands if "weight" in operand}
+    places = {index: place for place, index in enumerate(sorted(used))}
+    for operand in operands:
+        if "weight" in operand:
+            operand["weight"] = places[operand["weight"]]
+    for code in lists["instructions"]:
+        code["weights"] = [places.get(index, index) for index in code["weights"]]
+    return {**lists, "weights": [entries[index] for index in places]}

@@ -16,8 +16,9 @@ from torch import fx
 
 from enginewright.backends.cpu.builder import Builder, Operand
 from enginewright.backends.cpu.views import View, contiguous_strides, expanded
+from enginewright.backends.cpu.weights_file import WeightsFile
 from enginewright.passes.program import Program, executed
-from enginewright.passes.weights import ConstantTensor, Weight
+from enginewright.passes.weights import Weight
 from enginewright.recipes.errors import LoweringError
 
 __all__ = [
@@ -104,11 +105,14 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 class Lowering:
-    """One Program on its way: `results` says what each node became, `builder` has the instructions."""
+    """One Program on its way: `results` says what each node became, `builder` has the instructions.
 
-    def __init__(self, program: Program) -> None:
+    `weights`: where its weights go, with those of another program that was lowered before.
+    """
+
+    def __init__(self, program: Program, weights: WeightsFile | None = None) -> None:
         self.program = program
-        self.builder = Builder()
+        self.builder = Builder(weights)
         self.results: dict[fx.Node, Any] = {}
         self.node: fx.Node | None = None
 
@@ -171,8 +175,8 @@ class Lowering:
         return View(("weight", index), weight.shape, contiguous_strides(weight.shape), dtype=dtype, rows="")
 
     def literal(self, values: torch.Tensor, name: str = "constant") -> View:
-        """A small constant tensor, stored once per place of use."""
-        return self.constant_view(ConstantTensor(name, values))
+        """A small constant tensor."""
+        return self.constant_view(self.builder.weights.constant(name, values))
 
     def operand(self, argument: Any) -> Operand:
         """An argument of a generic op: a number stays one if JSON can hold it."""
@@ -304,9 +308,10 @@ class Lowering:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: executed(self.results[n].weight))
         with torch.no_grad():
             value = node.target(*args, **kwargs)  # type: ignore[operator]
+        constant = self.builder.weights.constant
         if isinstance(value, torch.Tensor):
-            return Constant(ConstantTensor(node.name, value.contiguous()))
-        return tuple(Constant(ConstantTensor(node.name, item.contiguous())) for item in value)
+            return Constant(constant(node.name, value))
+        return tuple(Constant(constant(node.name, item)) for item in value)
 
 
 def _has_tokens(node: fx.Node) -> bool:

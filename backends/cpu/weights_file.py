@@ -19,7 +19,7 @@ import torch
 from enginewright.backends.base import LowerProgress
 from enginewright.backends.cpu.pack import TILE_ROWS, Array, Layout, Rows, interleave_tiles, pack_tiles
 from enginewright.passes.quant_formats import streams_rows
-from enginewright.passes.weights import Weight
+from enginewright.passes.weights import ConstantTensor, Weight
 from enginewright.recipes.formats import default_activation
 
 __all__ = ["Matrix", "WeightsFile", "to_numpy"]
@@ -134,6 +134,7 @@ class WeightsFile:
     _held: list[object] = field(default_factory=list)  # keeps the objects whose id is a key alive
     _leaves: list[set[str]] = field(default_factory=list)
     _roundings: dict[Hashable, list[_Use]] = field(default_factory=dict)
+    _constants: dict[Hashable, ConstantTensor] = field(default_factory=dict)
 
     def add_linear(self, matrix: Matrix, gated: bool = False) -> int:
         """Register packed tiles; `gated` interleaves the tiles of the two halves [gate | up] of the rows."""
@@ -186,6 +187,12 @@ class WeightsFile:
         self._held.append(matrix)
         uses.append(_Use(index, rounding))
         return index
+
+    def constant(self, name: str, values: torch.Tensor) -> ConstantTensor:
+        """A constant that lowering has made; equal ones are one object, and so stored once."""
+        values = values.contiguous()
+        key = (values.dtype, values.shape, to_numpy(values).tobytes())
+        return self._constants.setdefault(key, ConstantTensor(name, values))
 
     def add_table(self, weight: Weight) -> int:
         """Register a weight [N, ...] as N rows of float32."""

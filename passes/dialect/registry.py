@@ -16,6 +16,9 @@ _library = torch.library.Library("ew", "DEF")
 #: Every dialect op by its short name, in the order of definition.
 OPS: dict[str, OpOverload] = {}
 
+#: Their references, which torch can differentiate where it could not look into an op.
+REFERENCES: dict[str, Callable[..., Any]] = {}
+
 
 def define(schema: str, reference: Callable[..., Any], shape: Callable[..., Any]) -> OpOverload:
     """Register `ew::<schema>`; returns the overload that stands as `node.target` in graphs.
@@ -28,4 +31,5 @@ def define(schema: str, reference: Callable[..., Any], shape: Callable[..., Any]
     torch.library.register_fake(f"ew::{name}", shape, lib=_library)
     op: OpOverload = getattr(torch.ops.ew, name).default
     OPS[name] = op
+    REFERENCES[name] = reference
     return op

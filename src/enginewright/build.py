@@ -22,10 +22,12 @@ from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
 from enginewright.backends.base import Backend
 from enginewright.calibration import check_calibration, from_file, from_model
+from enginewright.distillation import distil_head
 from enginewright.passes.assignment import assign
 from enginewright.passes.calibration import Samples
 from enginewright.passes.capture import capture
 from enginewright.passes.cost import Cost, Ledger
+from enginewright.passes.cut_draft import check_layers, cut_draft
 from enginewright.passes.manager import Pass, Step, run_steps
 from enginewright.passes.mixed import choosable
 from enginewright.passes.normalise import Normalise
@@ -105,6 +107,13 @@ def optimize(
         resolved = replace(resolved, calibration=given)
     check_calibration(resolved)
     target = get_backend(backend)
+    if resolved.draft.layers is not None and not target.drafts:
+        raise InputError(
+            f"the {target.name} backend writes no drafts",
+            found=f"draft.layers={resolved.draft.layers}",
+            expected="draft.layers null or 0",
+            action="leave draft.layers out, or build with --backend cpu",
+        )
     out = Path(out) if out is not None else Path("engines") / _default_name(model, adapter, resolved)
     if dump is not None:
         try:
@@ -131,12 +140,15 @@ def optimize(
             record.detail = (
                 f"{program.facts.architecture}, {program.facts.parameters / 1e6:,.1f} M parameters"
             )
+        if resolved.draft.layers is not None:
+            check_layers(resolved.draft.layers, program.facts.num_layers)
         judge = program.clone()
         if resolved.calibrates:
             _require_possible(program, resolved, gate)
         samples = samples or _samples_of_model(source, program, resolved, progress)
         order = steps(resolved, samples, progress.update, until=Stage[target.stage], gate=gate, ledger=ledger)
         passes, records = _run_passes(program, order, progress, dump)
+        draft, head_record = _draft(program, resolved, samples, target, progress)
         with progress.stage("lower") as record:
             files = target.lower(
                 program,
@@ -146,12 +158,13 @@ def optimize(
                     f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB {name}"
                 ),
                 source,
+                draft,
             )
             record.detail = f"{sum((writer.path / file).stat().st_size for file in files) / 1e6:,.1f} MB"
         source.write_tokenizer(writer.path)
         manifest = _manifest(program, source, resolved, target)
         if samples is not None:
-            manifest["calibration"] = {**samples.provenance(), **records}
+            manifest["calibration"] = {**samples.provenance(), **records, **head_record}
         build = _build_log(passes, program.notes)
         with progress.stage("verify") as record:
             verification = _verify(writer, manifest, build, judge, resolved, target, progress)
@@ -229,6 +242,23 @@ def _samples_of_model(
         samples = from_model(source, program, recipe.calibration, progress.update)
         record.detail = _told(samples, recipe)
     return samples
+
+
+def _draft(
+    program: Program, recipe: Recipe, samples: Samples | None, target: Backend, progress: Progress
+) -> tuple[Program | None, dict[str, Any]]:
+    """The draft that the recipe asks for, and what the manifest keeps of how its head was found."""
+    layers = recipe.draft.layers
+    if layers is None:
+        return None, {}
+    if recipe.draft.head == "shared":
+        return cut_draft(program, layers), {}
+    assert samples is not None, "a distilled head calibrates"
+    with progress.stage("distil") as record:
+        head, found = distil_head(program, recipe, samples, target, progress.update)
+        top1 = found["top1"]
+        record.detail = f"top-1 agreement {top1['distilled']:.1%}, without the map {top1['shared']:.1%}"
+    return cut_draft(program, layers, head), {"draft_head": found}
 
 
 def _told(samples: Samples, recipe: Recipe) -> str:

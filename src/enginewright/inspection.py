@@ -209,6 +209,7 @@ def engine_tables(artifact: Artifact) -> list[Table]:
         "longest context": f"{model['max_context']:,} tokens",
         "recipe": f"{recipe['name']}: linears {recipe['linear']['weight']}, embedding {recipe['embedding']['weight']}, "
         f"head {recipe['head']['weight']}",
+        **({"draft": _draft(manifest)} if "draft.json" in artifact else {}),
         "backend, target": f"{manifest['backend']}, {manifest['target']}",
         "built with": f"enginewright {manifest['enginewright_version']}",
     }
@@ -235,6 +236,16 @@ def engine_tables(artifact: Artifact) -> list[Table]:
     if "calibration" in manifest:
         tables.append(calibration_table(manifest))
     return [*tables, _size_table(manifest), verification_table(manifest["verification"])]
+
+
+def _draft(manifest: dict[str, Any]) -> str:
+    """What the engine drafts with."""
+    layers, distilled = manifest["recipe"]["draft"]["layers"], _calibrated(manifest, "draft_head")
+    text = f"its first {layers} layer{'s' if layers > 1 else ''} and its head"
+    if not distilled:
+        return text
+    top1 = distilled["top1"]
+    return f"{text}, mapped: top-1 agreement {top1['distilled']:.1%}, without the map {top1['shared']:.1%}"
 
 
 def _bytes_a_token(layer: dict[str, Any], kv_format: str) -> int:

@@ -220,3 +220,23 @@ def test_each_weight_format_knows_its_activation(weight):
         chosen = load_recipe("fp32", [f"linear.weight={weight}", f"linear.activation={activation}"])
         assert chosen.resolved()["linear"]["activation"] == activation
         assert chosen.assign({"a": "linear"})["a"].activation == activation
+
+
+def test_a_draft_is_some_layers_or_none():
+    assert load_recipe("int4").draft.layers is None
+    for none in ("0", "null"):
+        assert load_recipe("int4", [f"draft.layers={none}"]).draft.layers is None
+    recipe = load_recipe("int4", ["draft.layers=8"])
+    assert recipe.draft.layers == 8 and recipe.resolved()["draft"] == {"layers": 8, "head": "shared"}
+    for bad in ("-1", "1.5", "true", "all", "[8]"):
+        with pytest.raises(InputError, match=r"draft\.layers"):
+            load_recipe("int4", [f"draft.layers={bad}"])
+
+
+def test_a_distilled_head_asks_for_text_and_changes_no_rounding():
+    recipe = load_recipe("bf16", ["draft.layers=8", "draft.head=distilled"])
+    assert recipe.calibrates == ["draft.head"] and recipe.passes_calibrate == []
+    both = load_recipe("int4-gptq", ["draft.layers=8", "draft.head=distilled"])
+    assert set(both.calibrates) == {*both.passes_calibrate, "draft.head"} and both.passes_calibrate
+    with pytest.raises(InputError, match="go together"):
+        load_recipe("bf16", ["draft.head=distilled"])

@@ -64,6 +64,14 @@ void bind_engine(nb::module_ &m) {
              },
              "program"_a, "weights"_a, "mode"_a = "mmap", "max_tokens"_a, "max_rows"_a, "threads"_a = 0,
              "isa"_a = "")
+        .def_static(
+            "beside",
+            [](const Engine &other, const std::string &program, int64_t max_tokens, int64_t max_rows) {
+                nb::gil_scoped_release unlocked;
+                return new Engine(program, other, max_tokens, max_rows);
+            },
+            "other"_a, "program"_a, "max_tokens"_a, "max_rows"_a,
+            "Another program over the other's weights file, with its weights, threads and pools; one of them runs at a time.")
         .def("step", &step, "tokens"_a.noconvert(), "positions"_a.noconvert(), "seq_starts"_a.noconvert(),
              "context_lens"_a.noconvert(), "page_tables"_a.noconvert(), "logit_rows"_a.noconvert(),
              "logits"_a.noconvert(), "Runs one step; logits [R, vocab] is written. The GIL is released.")

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 
 namespace ew {
@@ -11,7 +10,6 @@ namespace {
 constexpr int64_t kRowsPerThread = 32; // from here a thread has rows enough to keep them through all instructions
 constexpr int kMaxRowThreads = 16;     // beyond it, dividing rows would read the weights too often
 constexpr int64_t kSlack = 4096;       // after an arena: vector loads may begin, not only end, near its end
-constexpr int kSequenceBits = 24;
 
 int64_t page_aligned(int64_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
@@ -22,29 +20,62 @@ std::string number(int64_t n) { return std::to_string(n); }
 } // namespace
 
 Engine::Engine(const std::string &program, const EngineOptions &options, const Kernels &kernels)
-    : kernels_(kernels), options_(options) {
-    if (options.max_tokens < 1 || options.max_tokens > 1 << 20 || options.max_rows < 1 || options.max_rows > 1 << 20)
+    : kernels_(kernels), options_(options), busy_(std::make_shared<std::mutex>()), beside_(false) {
+    check_limits();
+    weights_ = std::make_shared<Mapping>(options.copy ? Mapping::file_copy(options.weights)
+                                                      : Mapping::file(options.weights));
+    Program parsed = parse_program(program, int64_t(weights_->size()));
+    pool_ = std::make_shared<ThreadPool>(options.threads ? options.threads : usable_cpus());
+    kv_ = std::make_shared<KvPools>(parsed.groups);
+    set_up(std::move(parsed));
+}
+
+Engine::Engine(const std::string &program, const Engine &other, int64_t max_tokens, int64_t max_rows)
+    : kernels_(other.kernels_), options_(other.options_), busy_(other.busy_), beside_(true) {
+    options_.max_tokens = max_tokens;
+    options_.max_rows = max_rows;
+    check_limits();
+    {
+        std::lock_guard<std::mutex> lock(*busy_);
+        other.open_check();
+        weights_ = other.weights_;
+        pool_ = other.pool_;
+        kv_ = other.kv_;
+    }
+    Program parsed = parse_program(program, int64_t(weights_->size()));
+    if (parsed.vocab_size != other.program_.vocab_size)
+        throw std::invalid_argument("a vocabulary of " + number(parsed.vocab_size) + ", expected " +
+                                    number(other.program_.vocab_size) + " as in the program beside it");
+    if (const std::string found = kv_->difference(parsed.groups); !found.empty())
+        throw std::invalid_argument(found + " as in the program beside it");
+    set_up(std::move(parsed));
+}
+
+void Engine::check_limits() const {
+    const EngineOptions &o = options_;
+    if (o.max_tokens < 1 || o.max_tokens > 1 << 20 || o.max_rows < 1 || o.max_rows > 1 << 20)
         throw std::invalid_argument("max_tokens and max_rows must lie between 1 and 1048576");
-    if (options.threads < 0 || options.threads > 1024)
+    if (o.threads < 0 || o.threads > 1024)
         throw std::invalid_argument("threads must lie between 1 and 1024 (0: one a core)");
-    weights_ = options.copy ? Mapping::file_copy(options.weights) : Mapping::file(options.weights);
-    program_ = parse_program(program, int64_t(weights_.size()));
+}
+
+// What an engine has of its own: the program over the mapped weights, its values' memory, and its plans.
+void Engine::set_up(Program program) {
+    program_ = std::move(program);
     for (Weight &weight : program_.weights)
-        weight.linear.data = weights_.data() + weight.offset;
+        weight.linear.data = weights_->data() + weight.offset;
     for (Instruction &code : program_.instructions)
         if (code.op == Op::elementwise || code.op == Op::copy)
             simplify(code.walk, int(code.in.size() + code.out.size()));
 
-    pool_ = std::make_shared<ThreadPool>(options.threads ? options.threads : usable_cpus());
-    arena_ = Mapping::anonymous(size_t(page_aligned(program_.arena_row_bytes[0] * options.max_tokens + kSlack) +
-                                       page_aligned(program_.arena_row_bytes[1] * options.max_rows + kSlack)),
+    arena_ = Mapping::anonymous(size_t(page_aligned(program_.arena_row_bytes[0] * options_.max_tokens + kSlack) +
+                                       page_aligned(program_.arena_row_bytes[1] * options_.max_rows + kSlack)),
                                 true);
     rows_[0].arena = arena_.data();
-    rows_[1].arena = arena_.data() + page_aligned(program_.arena_row_bytes[0] * options.max_tokens + kSlack);
-    sequence_of_.resize(size_t(options.max_tokens));
+    rows_[1].arena = arena_.data() + page_aligned(program_.arena_row_bytes[0] * options_.max_tokens + kSlack);
+    sequence_of_.resize(size_t(options_.max_tokens));
     plan_scratch();
     plan_experts();
-    groups_.resize(program_.groups.size());
 
     // Logits go straight into the caller's array where the output is a value of its own.
     if (program_.values[size_t(program_.output.index)].width == program_.vocab_size)
@@ -115,86 +146,47 @@ void Engine::open_check() const {
 }
 
 void Engine::close() {
-    std::lock_guard<std::mutex> lock(busy_);
+    std::lock_guard<std::mutex> lock(*busy_);
     pool_.reset();
-    for (GroupPool &group : groups_)
-        group = GroupPool();
-    for (Mapping *memory : {&weights_, &arena_, &scratch_memory_, &states_, &experts_.memory})
+    kv_.reset();
+    weights_.reset();
+    for (Mapping *memory : {&arena_, &scratch_memory_, &states_, &experts_.memory})
         memory->release();
 }
 
 // ---- pools --------------------------------------------------------------------------------------------------------
 
 void Engine::create_pool(const std::vector<int64_t> &pages) {
-    std::lock_guard<std::mutex> lock(busy_);
+    std::lock_guard<std::mutex> lock(*busy_);
     open_check();
-    if (pages.size() != groups_.size())
-        throw std::invalid_argument("the program has " + number(int64_t(groups_.size())) +
-                                    " KV groups, got page counts of " + number(int64_t(pages.size())));
-    std::vector<GroupPool> fresh(groups_.size());
-    for (size_t g = 0; g < pages.size(); ++g) {
-        if (pages[g] < 1 || pages[g] > std::numeric_limits<int32_t>::max())
-            throw std::invalid_argument("a pool has at least one page, got " + number(pages[g]));
-        fresh[g].pages = pages[g];
-        int64_t bytes = 0;
-        for (const KvLayer &layer : program_.groups[g].layers) {
-            fresh[g].layer_offset.push_back(bytes);
-            bytes += page_aligned(layer.layout.page_bytes * pages[g]);
-        }
-        fresh[g].memory = Mapping::anonymous(size_t(bytes), true);
-        fresh[g].written.assign(size_t(pages[g]), -1);
-    }
-    groups_ = std::move(fresh);
+    kv_->create(pages);
 }
 
 void Engine::copy_pages(int64_t group, const int32_t *sources, const int32_t *destinations, int64_t count) {
-    std::lock_guard<std::mutex> lock(busy_);
+    std::lock_guard<std::mutex> lock(*busy_);
     open_check();
-    if (group < 0 || group >= int64_t(groups_.size()))
-        throw std::invalid_argument("there is no KV group " + number(group));
-    GroupPool &pool = groups_[size_t(group)];
-    for (int64_t i = 0; i < count; ++i)
-        for (const int32_t page : {sources[i], destinations[i]})
-            if (page < 0 || page >= pool.pages)
-                throw std::invalid_argument("page " + number(page) + " does not lie in the pool of " +
-                                            number(pool.pages));
-    const auto &layers = program_.groups[size_t(group)].layers;
-    for (size_t l = 0; l < layers.size(); ++l) {
-        uint8_t *base = pool.memory.data() + pool.layer_offset[l];
-        const int64_t bytes = layers[l].layout.page_bytes;
-        for (int64_t i = 0; i < count; ++i)
-            if (sources[i] != destinations[i])
-                std::memcpy(base + destinations[i] * bytes, base + sources[i] * bytes, size_t(bytes));
-    }
+    kv_->copy(group, sources, destinations, count);
 }
 
 void Engine::fill_pool(float value) {
-    std::lock_guard<std::mutex> lock(busy_);
+    std::lock_guard<std::mutex> lock(*busy_);
     open_check();
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    for (size_t g = 0; g < groups_.size(); ++g) {
-        const auto &layers = program_.groups[g].layers;
-        for (size_t l = 0; l < groups_[g].layer_offset.size(); ++l) {
-            const bool half = layers[l].layout.format == KvFormat::bf16;
-            const uint32_t pattern = half ? (bits & 0xffff0000u) | bits >> 16 : bits;
-            uint8_t *data = groups_[g].memory.data() + groups_[g].layer_offset[l];
-            for (int64_t i = 0; i < layers[l].layout.page_bytes * groups_[g].pages; i += 4)
-                std::memcpy(data + i, &pattern, 4);
-        }
-    }
+    kv_->fill(value);
 }
 
 void Engine::set_profiling(bool on) {
-    std::lock_guard<std::mutex> lock(busy_);
+    std::lock_guard<std::mutex> lock(*busy_);
     profile_.assign(on ? program_.instructions.size() : 0, Profile());
 }
 
+// What is shared counts for the engine that brought it.
 MemoryUse Engine::memory() const {
-    MemoryUse use{int64_t(weights_.size()), 0, int64_t(arena_.size()),
+    MemoryUse use{0, 0, int64_t(arena_.size()),
                   int64_t(scratch_memory_.size() + states_.size() + experts_.memory.size())};
-    for (const GroupPool &group : groups_)
-        use.pool += int64_t(group.memory.size());
+    if (pool_ && !beside_) {
+        use.weights = int64_t(weights_->size());
+        use.pool = kv_->bytes();
+    }
     return use;
 }
 
@@ -222,10 +214,10 @@ void Engine::validate(const StepInput &in) {
         refuse(number(tokens) + " tokens, expected 1 to " + number(options_.max_tokens));
     if (in.logits_count > options_.max_rows)
         refuse(number(in.logits_count) + " logit rows, at most " + number(options_.max_rows));
-    if (sequences < 1 || sequences > tokens || sequences >= 1 << kSequenceBits)
+    if (sequences < 1 || sequences > tokens)
         refuse(number(sequences) + " sequences of " + number(tokens) + " tokens");
-    if (in.groups != int64_t(groups_.size()))
-        refuse("page tables of " + number(in.groups) + " KV groups, expected " + number(int64_t(groups_.size())));
+    if (in.groups != int64_t(kv_->groups()))
+        refuse("page tables of " + number(in.groups) + " KV groups, expected " + number(int64_t(kv_->groups())));
     if (in.seq_starts[0] != 0 || in.seq_starts[sequences] != tokens)
         refuse("seq_starts runs from " + number(in.seq_starts[0]) + " to " + number(in.seq_starts[sequences]) +
                ", expected 0 to " + number(tokens));
@@ -239,7 +231,7 @@ void Engine::validate(const StepInput &in) {
     for (int64_t s = 0; s < sequences; ++s)
         if (in.seq_starts[s + 1] <= in.seq_starts[s])
             refuse("sequence " + number(s) + " has no rows");
-    ++steps_;
+    kv_->begin_step();
     for (int64_t s = 0; s < sequences; ++s) {
         const int64_t begin = in.seq_starts[s], end = in.seq_starts[s + 1], context = in.context_lens[s];
         const int64_t first = context - (end - begin);
@@ -254,7 +246,7 @@ void Engine::validate(const StepInput &in) {
         }
         for (int64_t g = 0; g < in.groups; ++g) {
             const KvGroup &group = program_.groups[size_t(g)];
-            GroupPool &pool = groups_[size_t(g)];
+            const int64_t pages = kv_->pages(size_t(g));
             const int64_t page_size = group.page_size;
             if (context > in.table_width * page_size)
                 refuse("a page table of " + number(in.table_width) + " pages cannot hold a context of " +
@@ -262,23 +254,21 @@ void Engine::validate(const StepInput &in) {
             const int32_t *table = in.page_tables + (g * sequences + s) * in.table_width;
             const int64_t visible = group.window > 0 && first >= group.window ? first - group.window + 1 : 0;
             for (int64_t p = visible / page_size; p <= (context - 1) / page_size; ++p) {
-                if (table[p] < 0 || table[p] >= pool.pages)
+                if (table[p] < 0 || table[p] >= pages)
                     refuse("sequence " + number(s) + ", KV group " + number(g) + ": page " + number(table[p]) +
-                           " for positions from " + number(p * page_size) + ", the pool has " + number(pool.pages) +
-                           (pool.pages ? "" : " (create_pool comes first)"));
+                           " for positions from " + number(p * page_size) + ", the pool has " + number(pages) +
+                           (pages ? "" : " (create_pool comes first)"));
                 if (p < first / page_size)
                     continue;
-                int64_t &written = pool.written[size_t(table[p])];
-                if (written >> kSequenceBits == steps_)
+                if (kv_->mark_written(size_t(g), table[p]))
                     refuse("page " + number(table[p]) + " of KV group " + number(g) + " is written twice");
-                written = steps_ << kSequenceBits | s;
             }
         }
     }
 }
 
 void Engine::step(const StepInput &input) {
-    std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+    std::unique_lock<std::mutex> lock(*busy_, std::try_to_lock);
     if (!lock)
         throw std::runtime_error("another step is running on this engine");
     open_check();

@@ -11,6 +11,7 @@
 #include "attention_plan.h"
 #include "generic.h"
 #include "kernels.h"
+#include "kv_pools.h"
 #include "memory.h"
 #include "program.h"
 #include "schedule.h"
@@ -51,8 +52,12 @@ class Engine {
     // Throws std::invalid_argument for a program that is damaged or does not fit the weights, std::runtime_error for
     // a file that cannot be read.
     Engine(const std::string &program, const EngineOptions &options, const Kernels &kernels);
+    // Another program of the same weights file, beside `other`: it works with the other's weights, threads and pools of
+    // keys and values, and only one of them runs at a time. Either may be closed first; what is shared goes with the last.
+    // Throws std::invalid_argument where the programs' vocabularies or caches differ.
+    Engine(const std::string &program, const Engine &other, int64_t max_tokens, int64_t max_rows);
 
-    // Makes new, zeroed pools of so many pages a KV group; the old ones are gone.
+    // Makes new, zeroed pools of so many pages a KV group, for all engines that share them; the old ones are gone.
     void create_pool(const std::vector<int64_t> &pages);
     // Copies pages sources[i] to destinations[i], in order, in every layer of the group.
     void copy_pages(int64_t group, const int32_t *sources, const int32_t *destinations, int64_t count);
@@ -76,15 +81,8 @@ class Engine {
     const Kernels &kernels() const { return kernels_; }
     // The team, for whoever works between steps; empty once closed.
     std::shared_ptr<ThreadPool> team() const { return pool_; }
-    int64_t page_count(size_t group) const { return groups_[group].pages; }
 
   private:
-    struct GroupPool {
-        Mapping memory;
-        int64_t pages = 0;
-        std::vector<int64_t> layer_offset;
-        std::vector<int64_t> written; // per page: the step and sequence that last wrote it (validation)
-    };
     struct Scratch { // a thread's own, parts of one mapping
         uint8_t *prepared, *tiles, *attention, *generic;
         float *normed, *sum; // of a norm that the thread computes for itself: kFewRows rows
@@ -98,7 +96,8 @@ class Engine {
     };
 
     // engine.cpp
-    void bind_weights();
+    void check_limits() const;
+    void set_up(Program program);
     void plan_scratch();
     void validate(const StepInput &input);
     RowMode row_mode(int64_t rows) const;
@@ -146,13 +145,12 @@ class Engine {
     int64_t row_stride(const Operand &operand) const { // numbers
         return operand.index == redirected_ ? program_.vocab_size : program_.values[size_t(operand.index)].row_bytes / 4;
     }
-    const uint8_t *weight_data(int index) const { return weights_.data() + program_.weights[size_t(index)].offset; }
+    const uint8_t *weight_data(int index) const { return weights_->data() + program_.weights[size_t(index)].offset; }
     const float *vector_or_null(int index) const {
         return index < 0 ? nullptr : reinterpret_cast<const float *>(weight_data(index));
     }
     const uint8_t *pool_layer(int group, int layer) const {
-        const GroupPool &pool = groups_[size_t(group)];
-        return pool.memory.data() + pool.layer_offset[size_t(layer)];
+        return kv_->layer(size_t(group), size_t(layer));
     }
     const int32_t *page_table(int group, int sequence) const {
         return input_.page_tables + (int64_t(group) * input_.sequences + sequence) * input_.table_width;
@@ -164,9 +162,13 @@ class Engine {
     const Kernels &kernels_;
     EngineOptions options_;
     Program program_;
-    Mapping weights_, arena_, scratch_memory_, states_;
+    Mapping arena_, scratch_memory_, states_;
+    // Shared with the engines beside this one; empty once closed.
+    std::shared_ptr<Mapping> weights_;
     std::shared_ptr<ThreadPool> pool_;
-    std::vector<GroupPool> groups_;
+    std::shared_ptr<KvPools> kv_;
+    const std::shared_ptr<std::mutex> busy_; // held by the one that runs, or changes what is shared
+    const bool beside_;
     std::vector<Scratch> scratch_;
     uint8_t *prepared_ = nullptr; // rows prepared together
     int redirected_ = -1;         // the value that is the caller's logits array itself
@@ -174,8 +176,6 @@ class Engine {
     std::vector<int> plan_of_; // of an attention or rope_write: its plan; else -1
     std::vector<std::unique_ptr<CachedSchedule>> schedules_;
     std::vector<Profile> profile_; // empty: not measured
-    std::mutex busy_;
-    int64_t steps_ = 0;
 
     // Experts: a token's choices sorted by expert, and the rows between the two matrices (moe.cpp).
     struct Experts {
