@@ -275,6 +275,24 @@ class Drawer:
                 one.complete, one.error = matcher.accept(one.token)
         return drawn
 
+    def draw_after(
+        self, drawing: list[Request], at: Sequence[int], logits: np.ndarray, ahead: Sequence[Sequence[int]]
+    ) -> list[Drawn]:
+        """Draw a token from row at[i] of `logits` for drawing[i], as it would be drawn after ahead[i] had come, for drafters."""
+        return self._draw_rows(drawing, list(at), logits, ahead)
+
+    def rewind(self, request: Request, length: int) -> None:
+        """Forget whatever is remembered of the request after its first `length` tokens."""
+        memory = request.drawing
+        if memory is None:
+            return
+        if memory.penalised and memory.row.seen > length:
+            memory.row = self._row(request)
+        if memory.matcher is not None and memory.matcher.follow(
+            request.tokens[:length], request.prompt_length
+        ):
+            request.drawing = None  # it cannot go back: it is made again
+
     def _memory(self, request: Request) -> _Memory:
         return request.drawing or self._remember(request)
 
