@@ -2,8 +2,8 @@
 
 A call first lets the draft catch up with each request (its prompt at first, then what the last step gave), in one step of at
 most `executor.max_tokens` tokens. A request that is through has its first proposed token drawn from that step; the others come
-in steps of one token each, all requests together. A draft draws with the request's options, constraint and noise (`shadows.py`), so the
-nearer its logits are to the target's, the more often the very same token comes out.
+in steps of one token each, all requests together. A draft draws with the request's options, constraint and noise
+(`shadows.py`), so the nearer its logits are to the target's, the more often the very same token comes out.
 
 Only tokens that stand are committed to the draft's pages, hence to its prefix cache. The keys and values of proposed tokens lie
 beyond, in pages of the sequence's own; what came true is committed when the step is settled, and the rest is written over.
