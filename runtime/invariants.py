@@ -113,8 +113,9 @@ def check_drafter(drafter: EngineDrafter) -> None:
             assert draft.ahead or not spare, "pages for nothing"
     assert len(set(slots)) == len(slots) == pool.max_sequences - pool.free_slots, "slots leak"
     for request, shadow in drafter._shadows._of.items():
-        assert request in drafter._drafts and shadow.known + len(shadow.ahead) <= request.limit
-        if shadow.drawing is not None and not shadow.ahead:
+        ahead = drafter._drafts[request].ahead
+        assert shadow.ahead == ahead, "a memory of what was settled"
+        if shadow.drawing is not None and not ahead:
             matcher = shadow.drawing.matcher
             assert shadow.drawing.row.seen <= len(shadow.tokens), "tokens that did not come"
             taken = matcher._taken if matcher is not None else 0

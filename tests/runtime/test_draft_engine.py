@@ -60,6 +60,9 @@ def test_the_same_function_is_always_right(tokens, groups):
     # All requests together: every step of the draft has all five, and there are as many as proposed tokens.
     assert {sequences for _, sequences in drafter.executor.steps} == {5}
     assert len(drafter.executor.steps) == 5 * tokens
+    # The prompt with the first token, then what the step before has left, the last proposed token and one more; then one a step.
+    computed = sum(count for count, _ in drafter.executor.steps)
+    assert computed == 5 * (4 + 4 * 2 + 5 * (tokens - 1))
 
 
 OPTIONS = {
@@ -140,20 +143,20 @@ def test_no_page_leaks_in_10_000_steps():
 def test_a_prompt_is_read_in_chunks_and_nothing_is_proposed_before_its_end():
     loop = make_loop(token_budget=8, max_sequences=8)
     drafter = draft_with(loop, FakeExecutor(GROUPS, max_tokens=8))
-    proposed: list[int] = []
+    proposed: list[tuple[int, bool]] = []
     propose = drafter.propose
 
     def watched(wanted):
         made = propose(wanted)
-        proposed.extend(len(proposal.tokens) for proposal in made)
-        assert [proposal.preparation > 0 for proposal in made] == [len(proposed) <= 4]
+        proposed.extend((len(proposal.tokens), proposal.preparation > 0) for proposal in made)
         return made
 
     drafter.propose = watched
     (request,) = run(loop, [Request([5] * 30, SamplingOptions(max_tokens=30, ignore_eos=True))])
     check_survivor(request)
     # 30 prompt tokens and those that plain steps give meanwhile: after 8, 16 and 24 tokens, 9 are left.
-    assert proposed[:6] == [0, 0, 0, 0, 4, 4]
+    assert proposed[:6] == [(0, True)] * 4 + [(4, True), (4, False)]
+    assert not any(prepared for _, prepared in proposed[5:])
     assert drafter.executor.steps[:5] == [(8, 1), (8, 1), (8, 1), (8, 1), (3, 1)]
 
 
@@ -217,25 +220,65 @@ def test_a_draft_with_few_pages_proposes_less(pages):
     assert (figures.drafted > 0) == (pages != (1, 1))
 
 
-def test_who_is_not_asked_for_makes_room():
-    """Two requests, pages for one: whoever is asked for takes them, and finds its beginning in the prefix cache later."""
-    drafter = EngineDrafter(FakeExecutor(GROUPS), (6, 6), max_sequences=2, max_context=64)
-    first, second = Request([1] * 17, GREEDY), Request([2] * 17, GREEDY)
+def test_one_goes_on_where_there_are_not_pages_for_both():
+    """Each takes half of the draft's pages; then one gives way, until the other has come to its end."""
+    loop, drafter = speculating(draft_pages=(12, 64))
+    requests = run(
+        loop, [Request([i, 4, 4], SamplingOptions(max_tokens=45, ignore_eos=True)) for i in range(2)]
+    )
+    for request in requests:
+        check_survivor(request)
+    assert (
+        min(request.drafted for request in requests) >= 25
+    )  # of 44; both stand still at half of the pages otherwise
+    assert is_empty(drafter)
+
+
+@pytest.mark.parametrize(("pages", "slots"), [(6, 2), (64, 1)])
+def test_who_is_not_asked_for_makes_room(pages, slots):
+    """Two requests, room for one: whoever is asked for takes it, and finds its beginning in the prefix cache later."""
+    drafter = EngineDrafter(FakeExecutor(GROUPS), (pages, pages), max_sequences=slots, max_context=64)
+    first, second = Request([1] * 13, GREEDY), Request([2] * 13, GREEDY)
     first.limit = second.limit = 64
     for request, other in ((first, second), (second, first), (first, second)):
-        (proposal,) = drafter.propose([(request, 3)])
-        drafter.check_invariants()
-        assert len(proposal.tokens) == 3
-        assert drafter._drafts[request].slot >= 0
-        assert other not in drafter._drafts or drafter._drafts[other].slot < 0
-        request.tokens.append(proposal.tokens[0])
-        drafter.settle(request, 1)
-        drafter.check_invariants()
+        for _ in range(2):
+            (proposal,) = drafter.propose([(request, 3)])
+            drafter.check_invariants()
+            assert len(proposal.tokens) == 3
+            assert drafter._drafts[request].slot >= 0
+            assert other not in drafter._drafts or drafter._drafts[other].slot < 0
+            request.tokens += [proposal.tokens[0], 5]
+            drafter.settle(request, 1)
+            drafter.check_invariants()
     both = drafter.propose([(first, 3), (second, 3)])
     drafter.check_invariants()
     assert sorted(bool(proposal.tokens) for proposal in both) == [False, True]
     drafter.close()
     assert is_empty(drafter) and drafter.executor.closed
+
+
+def test_who_was_not_asked_for_the_longest_makes_room():
+    drafter = EngineDrafter(FakeExecutor(GROUPS), (64, 64), max_sequences=2, max_context=64)
+    requests = [Request([i, i, i], GREEDY) for i in range(3)]
+    for i in (0, 1, 0, 2):
+        requests[i].limit = 64
+        (proposal,) = drafter.propose([(requests[i], 2)])
+        requests[i].tokens += proposal.tokens
+        drafter.settle(requests[i], 2)
+        drafter.check_invariants()
+    assert [drafter._drafts[request].slot >= 0 for request in requests] == [True, False, True]
+
+
+def test_a_row_that_came_to_nothing_is_computed_again():
+    """A proposal that no step verified: the last token's logits are needed again, though the draft has computed it."""
+    drafter = EngineDrafter(FakeExecutor(GROUPS), (64, 64), max_sequences=2, max_context=64)
+    request = Request([1, 2, 3, 4, 5], GREEDY)
+    request.limit = 64
+    made = []
+    for _ in range(3):
+        made += drafter.propose([(request, 3)])
+        drafter.check_invariants()
+    assert made[0].tokens == made[1].tokens == made[2].tokens and len(made[0].tokens) == 3
 
 
 # ------------------------------------------------------------------------------------------------------- faults
