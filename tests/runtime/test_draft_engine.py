@@ -279,6 +279,10 @@ def test_a_row_that_came_to_nothing_is_computed_again():
         made += drafter.propose([(request, 3)])
         drafter.check_invariants()
     assert made[0].tokens == made[1].tokens == made[2].tokens and len(made[0].tokens) == 3
+    request.tokens.append(made[0].tokens[0])  # by a step without proposals
+    (after,) = drafter.propose([(request, 3)])
+    drafter.check_invariants()
+    assert after.tokens[:2] == made[0].tokens[1:] and len(after.tokens) == 3
 
 
 # ------------------------------------------------------------------------------------------------------- faults
