@@ -22,18 +22,21 @@ class Proposal:
 
     Proposals of one `kind`, a number of the drafter's own, come true about as often. `logits`, float32 [len(tokens), vocab]:
     the rows that the tokens were drawn from, where the drafter draws and keeps them; None where they were not drawn.
+    `preparation`: seconds that went to what later proposals need not do again, such as reading the prompt.
     """
 
     tokens: list[int] = field(default_factory=list)
     kind: int = 0
     logits: Any = None
+    preparation: float = 0.0
 
 
 class Drafter(Protocol):
     """Proposes tokens for running requests. Called by the loop alone, between its steps.
 
     `name`: as in `--speculate`. `free`: proposing costs next to nothing, whether or not it is verified. `keep_logits`: whether
-    proposals are to hold the logits that their tokens were drawn from; set before the first call.
+    proposals are to hold the logits that their tokens were drawn from; set before the first call. One with pages of its own
+    has their pool as `own_pool`.
     """
 
     name: str

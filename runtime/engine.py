@@ -23,13 +23,15 @@ import numpy as np
 from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, open_engine
 from enginewright.backends.base import Executor
-from enginewright.recipes.errors import ArtifactError, InputError, RequestError, near_matches
+from enginewright.recipes.errors import InputError, RequestError, near_matches
 
 from . import drafters
 from .answer import Answer, TextDelta
 from .constraints import Constraint, ConstraintCompiler, Grammar
+from .draft_engine import EngineDrafter
+from .facts import cache_identity, end_tokens, longest_context
 from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
-from .memory import plan_pages
+from .memory import DEFAULT_CACHE_BYTES, plan_pages
 from .pages import GroupSpec
 from .policies import get_policy
 from .request import Completion, Request, SamplingOptions, check_token_ids, derived_seed
@@ -38,9 +40,6 @@ from .text import Tokenizer
 __all__ = ["Engine", "TextDelta", "load"]
 
 Prompts = str | Sequence[Any]
-
-DEFAULT_CACHE_BYTES = 1 << 30
-MOST_CONTEXT = 1 << 24  # page tables of longer contexts would not fit in memory
 
 _log = logging.getLogger(__name__)
 MOST_CHOICES = 128  # answers to one prompt
@@ -64,6 +63,7 @@ def load(
     speculate: str | os.PathLike[str] | None = None,
     draft_tokens: int | str = "auto",
     draft_rule: str = "same",
+    draft_cache_bytes: int | None = None,
 ) -> Engine:
     """Load the engine in the folder `path`.
 
@@ -73,7 +73,8 @@ def load(
     (1 GiB unless given); no more than max_sequences sequences can use. `max_context` bounds the tokens of a sequence further
     than the engine itself does. `speculate` ("ngram", "self", or the folder of a smaller engine) and `draft_tokens` ("auto" or a
     number) let tokens be proposed and verified (`drafters.py`); that changes how fast tokens come, and none of them, unless
-    `draft_rule` is "resample".
+    `draft_rule` is "resample". A drafting engine has a key/value cache of its own: as many tokens as the engine's, within
+    `draft_cache_bytes` (1 GiB unless given); it is loaded with the same `threads` and `weights`.
     """
     if weights not in ("mmap", "copy"):
         raise InputError(
@@ -87,6 +88,7 @@ def load(
         "cache_tokens": cache_tokens,
         "cache_bytes": cache_bytes,
         "max_context": max_context,
+        "draft_cache_bytes": draft_cache_bytes,
     }
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -97,6 +99,7 @@ def load(
     artifact = path if isinstance(path, Artifact) else open_engine(path, check=check)
     if artifact.manifest.get("verification", {}).get("verdict") == "failed":
         _log.warning("the engine at %s failed its verification; see `engine inspect`", artifact.path)
+    drafts = drafters.check(artifact, speculate, draft_tokens, draft_rule, draft_cache_bytes)
     token_budget = max(token_budget, max_sequences)
     executor = get_backend(artifact.manifest["backend"]).load(
         artifact,
@@ -117,9 +120,12 @@ def load(
             max_context=max_context,
             policy=policy,
             prefix_cache=prefix_cache,
-            speculate=speculate,
+            speculate=drafts,
             draft_tokens=draft_tokens,
             draft_rule=draft_rule,
+            draft_cache_bytes=draft_cache_bytes,
+            threads=threads,
+            weights=weights,
         )
     except BaseException:
         executor.close()
@@ -127,7 +133,7 @@ def load(
 
 
 class Engine:
-    """A loaded engine. Use it in a `with` block, or call `close`."""
+    """A loaded engine. Use it in a `with` block, or call `close`. `threads` and `weights` are for an engine that drafts."""
 
     def __init__(
         self,
@@ -142,23 +148,17 @@ class Engine:
         max_context: int | None = None,
         policy: str = "fair",
         prefix_cache: bool = True,
-        speculate: str | os.PathLike[str] | None = None,
+        speculate: str | os.PathLike[str] | Artifact | None = None,
         draft_tokens: int | str = "auto",
         draft_rule: str = "same",
+        draft_cache_bytes: int | None = None,
+        threads: int | None = None,
+        weights: str = "mmap",
     ) -> None:
         self.artifact = artifact
         self.executor = executor
         self.vocab_size: int = executor.vocab_size
-        model = artifact.manifest.get("model")
-        model = model if isinstance(model, dict) else {}
-        longest = model.get("max_context")
-        if type(longest) is not int or not 1 <= longest <= MOST_CONTEXT:
-            raise ArtifactError(
-                f"the engine at {artifact.path} does not say how many tokens its context holds",
-                found=f"model.max_context {longest!r}",
-                expected=f"a whole number from 1 to {MOST_CONTEXT:,}",
-                action="build the engine again with `optimize`",
-            )
+        longest = longest_context(artifact)
         if max_context is not None and max_context > longest:
             raise InputError(
                 "max_context is more than the engine was built for",
@@ -190,16 +190,25 @@ class Engine:
                 policy,
                 prefix_cache,
             ),
-            model.get("eos_token_ids", ()),
-            _cache_identity(artifact, executor),
+            end_tokens(artifact),
+            cache_identity(artifact, executor),
         )
-        if speculate is not None:
-            drafters.speculate(self.loop, speculate, draft_tokens, draft_rule)
         self._compiler = (
-            ConstraintCompiler(self.tokenizer.to_json(), self.vocab_size, model.get("eos_token_ids", ()))
+            ConstraintCompiler(self.tokenizer.to_json(), self.vocab_size, end_tokens(artifact))
             if self.tokenizer is not None
             else None
         )
+        if speculate is not None:
+            drafters.speculate(
+                self.loop,
+                speculate,
+                draft_tokens,
+                draft_rule,
+                target=artifact,
+                threads=threads,
+                weights=weights,
+                cache_bytes=draft_cache_bytes,
+            )
         self._lock = threading.Lock()  # one step at a time
         self._closed = False
 
@@ -213,6 +222,14 @@ class Engine:
                 if self.loop.speculator is not None:
                     self.loop.speculator.close()
                 self.executor.close()
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes by purpose, as the executor has them; those of an engine that drafts have `draft_` before their names."""
+        own = dict(self.executor.memory())
+        drafter = self.loop.speculator.drafter if self.loop.speculator is not None else None
+        if isinstance(drafter, EngineDrafter):
+            own |= {f"draft_{name}": count for name, count in drafter.memory().items()}
+        return own
 
     def __enter__(self) -> Engine:
         return self
@@ -467,11 +484,6 @@ def _options(**values: Any) -> SamplingOptions:
                 action=f"did you mean {likely[0]}?" if likely else "see SamplingOptions",
             )
     return SamplingOptions(**values)
-
-
-def _cache_identity(artifact: Artifact, executor: Executor) -> bytes:
-    """What decides keys and values beside the tokens: the engine's own hash, and how its pools hold them."""
-    return f"{artifact.manifest.get('manifest_sha256')} {list(executor.kv_groups)}".encode()
 
 
 def _joined(request: Request) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""The rules of `pages.py` and `scheduler.py` as code. Slow: every test runs them after every step, serving never does."""
+"""The rules of `pages.py`, `scheduler.py` and `draft_engine.py` as code.
+
+Slow: every test runs them after every step, serving never does.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from .prefix_cache import NO_PAGE, as_content
 from .request import Status
 
 if TYPE_CHECKING:
+    from .draft_engine import EngineDrafter
     from .pages import PagePool
     from .scheduler import Scheduler
 
-__all__ = ["check_pool", "check_scheduler"]
+__all__ = ["check_drafter", "check_pool", "check_scheduler"]
 
 
 def check_pool(pool: PagePool) -> None:
@@ -88,4 +92,32 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert all(request.computed < len(request.tokens) for request in running), "running with nothing to do"
     assert all(pool._length[request.slot] == request.computed for request in running), "another length"
     assert pool.max_sequences - pool.free_slots == len(slots), "slots leak"
+    pool.check_invariants()
+
+
+def check_drafter(drafter: EngineDrafter) -> None:
+    """Raise AssertionError when the drafter's pages hold anything but what its requests say."""
+    pool = drafter.own_pool
+    slots = []
+    for request, draft in drafter._drafts.items():
+        assert not request.finished, "a request that has ended"
+        assert draft.tokens is request.tokens
+        assert draft.computed <= len(draft.tokens), "more than the request has"
+        if draft.slot < 0:
+            assert not draft.computed and not draft.ahead, "tokens without a sequence"
+            continue
+        slots.append(draft.slot)
+        assert pool._length[draft.slot] == draft.computed, "another length"
+        for g, group in enumerate(pool.groups):
+            spare = pool._past[g][draft.slot] - -(-draft.computed // group.page_size)
+            assert draft.ahead or not spare, "pages for nothing"
+    assert len(set(slots)) == len(slots) == pool.max_sequences - pool.free_slots, "slots leak"
+    for request, shadow in drafter._shadows._of.items():
+        ahead = drafter._drafts[request].ahead
+        assert shadow.ahead == ahead, "a memory of what was settled"
+        if shadow.drawing is not None and not ahead:
+            matcher = shadow.drawing.matcher
+            assert shadow.drawing.row.seen <= len(shadow.tokens), "tokens that did not come"
+            taken = matcher._taken if matcher is not None else 0
+            assert shadow.prompt_length + taken <= len(shadow.tokens), "tokens that did not come"
     pool.check_invariants()

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from enginewright.backends.base import Executor, StepInput
+from enginewright.backends.base import Executor
 from enginewright.recipes.errors import EnginewrightError, RequestError
 
 from .drawing import Drawer, Drawn, StepDraws, logit_rows
@@ -28,6 +28,7 @@ from .request import Request, Status, check_token_ids
 from .scheduler import Scheduler
 from .speculation import Speculator
 from .statistics import LoopStatistics, count_pages
+from .step_input import InputBuffers
 
 __all__ = ["EngineLoop", "LoopLimits", "StepReport"]
 
@@ -102,7 +103,7 @@ class EngineLoop:
         )
         self._drawer = Drawer(executor.vocab_size, eos_token_ids, executor)
         self.speculator: Speculator | None = None
-        self._input = _InputBuffers(limits)
+        self._input = InputBuffers(limits.token_budget, limits.max_sequences)
         self._steps = self._tokens_computed = self._tokens_generated = 0
         self._last = (0, 0)  # sequences and tokens of the last step
         self._finished: dict[str, int] = {}
@@ -177,6 +178,7 @@ class EngineLoop:
             max_sequences=self.limits.max_sequences,
             token_budget=self.limits.token_budget,
             finished=dict(self._finished),
+            draft_pages=self.speculator.count_pages() if self.speculator is not None else (),
         )
 
     # -------------------------------------------------------------------------------------------- the step
@@ -335,52 +337,3 @@ class EngineLoop:
         if request.number >= 0:  # it was queued
             self.scheduler.remove(request, ended=reason in (FINISH_STOP, FINISH_LENGTH))
         request.status = Status.FINISHED
-
-
-class _InputBuffers:
-    """The arrays of a StepInput, allocated once."""
-
-    def __init__(self, limits: LoopLimits) -> None:
-        self._tokens = np.zeros(limits.token_budget, np.int32)
-        self._positions = np.zeros(limits.token_budget, np.int32)
-        self._starts = np.zeros(limits.max_sequences + 1, np.int32)
-        self._lengths = np.zeros(limits.max_sequences, np.int32)
-        self._rows = np.zeros(limits.token_budget, np.int32)
-
-    def fill(
-        self,
-        work: list[tuple[Request, int]],
-        rows: list[int],
-        page_tables: np.ndarray,
-        drafts: Mapping[Request, list[int]],
-    ) -> StepInput:
-        tokens: list[int] = []
-        positions: list[int] = []
-        starts = [0]
-        lengths: list[int] = []
-        for request, count in work:
-            computed = request.computed
-            if count == 1:
-                tokens.append(request.tokens[computed])
-                positions.append(computed)
-            else:
-                tokens += request.tokens[computed : computed + count]
-                if request in drafts:
-                    tokens += drafts[request]
-                positions += range(computed, computed + count)
-            starts.append(len(tokens))
-            lengths.append(computed + count)
-        return StepInput(
-            tokens=_put(self._tokens, tokens),
-            positions=_put(self._positions, positions),
-            seq_starts=_put(self._starts, starts),
-            context_lens=_put(self._lengths, lengths),
-            page_tables=page_tables,
-            logit_rows=_put(self._rows, rows),
-        )
-
-
-def _put(buffer: np.ndarray, values: list[int]) -> np.ndarray:
-    view = buffer[: len(values)]
-    view[:] = values
-    return view

@@ -9,7 +9,9 @@ from enginewright.recipes.errors import InputError
 
 from .pages import GroupSpec, pages_to_hold
 
-__all__ = ["plan_pages"]
+__all__ = ["DEFAULT_CACHE_BYTES", "plan_draft_pages", "plan_pages"]
+
+DEFAULT_CACHE_BYTES = 1 << 30
 
 
 def plan_pages(
@@ -20,6 +22,7 @@ def plan_pages(
     chunk: int,
     tokens: int | None,
     limit_bytes: int,
+    option: str = "cache_bytes, --kv-memory",
 ) -> list[int]:
     """Return the pages of each group.
 
@@ -42,9 +45,38 @@ def plan_pages(
                 "the key/value cache has room for nothing",
                 found=f"{limit_bytes:,} bytes",
                 expected=f"at least {needed:,} bytes",
-                action="give the cache more memory (cache_bytes, --kv-memory), or build with kv_cache.format=bf16 or int8",
+                action=f"give the cache more memory ({option}), or build with kv_cache.format=bf16 or int8",
             )
     return _pages(groups, wanted, max_sequences, chunk)
+
+
+def plan_draft_pages(
+    groups: Sequence[KvGroupInfo],
+    *,
+    max_context: int,
+    max_sequences: int,
+    chunk: int,
+    tokens: int,
+    limit_bytes: int | None,
+) -> list[int]:
+    """Return the pages of each group of an engine that drafts: for `tokens`, or as many of them as fit in `limit_bytes`.
+
+    Other arguments as in `plan_pages`; None is its default limit.
+    """
+    limit = limit_bytes or DEFAULT_CACHE_BYTES
+    most = max_sequences * max_context
+    pages = _pages(groups, min(tokens, most), max_sequences, chunk)
+    if _bytes(groups, pages) <= limit:
+        return pages
+    return plan_pages(
+        groups,
+        max_context=max_context,
+        max_sequences=max_sequences,
+        chunk=chunk,
+        tokens=None,
+        limit_bytes=limit,
+        option="draft_cache_bytes",
+    )
 
 
 def _pages(groups: Sequence[KvGroupInfo], tokens: int, max_sequences: int, chunk: int) -> list[int]:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 from .draft_length import Candidate, DraftLength
 from .drafting import Drafter, Proposal
+from .pages import PagePool
 from .plan import Plan
 from .request import MOST_DRAFT_TOKENS, Request
 from .scheduler import Scheduler
+from .statistics import PageCounts, count_pages
 
 __all__ = ["Speculation", "Speculator"]
 
@@ -139,7 +141,9 @@ class Speculator:
             return
         started = time.perf_counter()
         made = self._ask(wanted)
-        self.length.drafting.observe(max(count for _, count in wanted), time.perf_counter() - started)
+        seconds = time.perf_counter() - started - sum(proposal.preparation for proposal in made)
+        if longest := max(len(proposal.tokens) for proposal in made):
+            self.length.drafting.observe(longest, max(seconds, 0.0))
         for (request, _), proposal in zip(wanted, made, strict=True):
             plan.undraft(request)
             if proposal.tokens:
@@ -211,6 +215,11 @@ class Speculator:
                 figures.by_position.append((0, 0))
             drafted, true = figures.by_position[place]
             figures.by_position[place] = (drafted + 1, true + (place < accepted))
+
+    def count_pages(self) -> tuple[PageCounts, ...]:
+        """Return the counts of the drafter's own KV groups; none where it has none."""
+        pool: PagePool | None = getattr(self.drafter, "own_pool", None)
+        return count_pages(pool) if pool is not None else ()
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

@@ -47,6 +47,7 @@ class LoopStatistics:
     max_sequences: int
     token_budget: int
     finished: dict[str, int]  # by reason
+    draft_pages: tuple[PageCounts, ...] = ()  # one a KV group of the engine that drafts, where one does
 
     @property
     def waste(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -137,3 +139,31 @@ def test_survivors_of_cancellations_on_one_prefix(what: str) -> None:
         for prompt, at in ((prompts[2], 0), (prompts[2][:50], 1), (prompts[1], 2)):
             expected = serve(engine, [ask(prompt, 8, 3)])[0]
             assert all(answers[at] == expected for answers in survivors)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "engine"])
+@pytest.mark.parametrize("tokens", [3, "auto"])
+def test_speculated_in_a_crowd_in_chunks_and_after_preemptions(drafter: str, tokens: int | str) -> None:
+    """Pages for 208 tokens, six requests that grow to 120: some repeat themselves, some do not, two are not speculated."""
+    with engines.load("smollm2", "int4", prefix_cache=False) as engine:
+        text = engines.text_tokens(engine, 200)
+        prompts = [(text[9 * i : 9 * i + 10] * 3)[: 20 + 3 * i] for i in range(6)]
+        expected = [serve(engine, [ask(prompt, 80, i)])[0] for i, prompt in enumerate(prompts)]
+    how = drafter if drafter == "ngram" else engines.built("smollm2", "int4")
+    options = {
+        "cache_tokens": 208,
+        "chunk_size": 31,
+        "max_sequences": 6,
+        "speculate": how,
+        "draft_tokens": tokens,
+    }
+    with engines.load("smollm2", "int4", **options) as engine:
+        engine.executor.fill_pool(float("nan"))
+        requests = [ask(prompt, 80, i) for i, prompt in enumerate(prompts)]
+        for request in requests[:2]:
+            request.options = dataclasses.replace(request.options, draft_tokens=0)
+        assert serve(engine, requests) == expected
+        assert sum(request.preemptions > 0 for request in requests) >= 2
+        assert any(request.drafted for request in requests) and not any(
+            request.drafted for request in requests[:2]
+        )

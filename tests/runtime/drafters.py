@@ -1,12 +1,20 @@
-"""Drafters for tests: they know what a request will say, and tell as much of it as they are told to."""
+"""Drafters for tests: one knows what a request will say, and tells as much of it as it is told to; one is a fake engine."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
+
+from enginewright.runtime.draft_engine import EngineDrafter
 from enginewright.runtime.drafting import Proposal
+from enginewright.runtime.loop import EngineLoop
+from enginewright.runtime.pages import GroupSpec
 from enginewright.runtime.request import Request
+from enginewright.runtime.speculation import Speculator
+from tests.runtime.fake_executor import FakeExecutor
 
 Truth = Callable[[Request], list[int]]
 
@@ -54,3 +62,35 @@ class Oracle:
 
     def close(self) -> None:
         self.closed = True
+
+
+class Relative(FakeExecutor):
+    """Its logits are FakeExecutor's in about `likeness` of all places, and others elsewhere."""
+
+    def __init__(self, groups: Sequence[GroupSpec], likeness: float = 1.0, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self.likeness = likeness
+
+    def _logits(self, value: int) -> np.ndarray:
+        other = (value >> 7) % 1000 >= 1000 * self.likeness
+        return super()._logits(value ^ 0x5DEECE66D if other else value)
+
+
+def draft_with(
+    loop: EngineLoop,
+    executor: FakeExecutor,
+    pages: Sequence[int] = (64, 64),
+    tokens: int | None = 4,
+    max_context: int = 64,
+    resample: bool = False,
+) -> EngineDrafter:
+    """Let the loop speculate with a fake engine."""
+    drafter = EngineDrafter(
+        executor,
+        pages,
+        max_sequences=loop.limits.max_sequences,
+        max_context=max_context,
+        eos_token_ids=loop.drawer.eos_token_ids,
+    )
+    loop.speculator = Speculator(drafter, tokens, resample=resample)
+    return drafter

@@ -17,6 +17,7 @@ from enginewright.runtime.loop import EngineLoop, LoopLimits
 from enginewright.runtime.request import Request, SamplingOptions
 from enginewright.runtime.server.tools import FORMATS
 from enginewright.runtime.text import _BYTE_OF
+from tests.runtime.drafters import Relative, draft_with
 from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.traffic import GROUPS, drain
 
@@ -155,6 +156,27 @@ def test_a_constrained_request_has_one_answer(compiler, tokenizer):
             assert (request.output, request.finish_reason) == (expected.output, expected.finish_reason)
             assert (request.logprobs, request.top_logprobs) == (expected.logprobs, expected.top_logprobs)
     assert loop is crowds[2] and calls > 3
+
+
+@pytest.mark.parametrize("likeness", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_a_draft_keeps_to_the_constraint_and_is_taken_back(compiler, tokenizer, likeness, tokens):
+    """A second engine draws under the constraint too: where its function is the target's, everything it proposes is right."""
+    constraints_ = [Constraint.json_schema(SCHEMA), Constraint.regex("(cat|dog)s? [0-9]{2}")]
+    for constraint in constraints_:
+        fields = {"frequency_penalty": 0.3, "max_tokens": 60}
+        expected, _ = answer(make_loop(), compiler, tokenizer, constraint, range(5), **fields)
+        loop = make_loop()
+        drafter = draft_with(
+            loop, Relative(GROUPS, likeness, vocab_size=VOCAB), (200, 200), tokens, max_context=200
+        )
+        requests, _ = answer(loop, compiler, tokenizer, constraint, range(5), **fields)
+        for request, plain in zip(requests, expected, strict=True):
+            assert (request.output, request.finish_reason) == (plain.output, plain.finish_reason)
+            assert request.logprobs == plain.logprobs
+        figures = loop.speculator.figures
+        assert figures.drafted and not figures.failures and not drafter._drafts
+        assert likeness < 1.0 or figures.accepted == figures.drafted
 
 
 REFUSED = {

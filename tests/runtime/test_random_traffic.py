@@ -18,6 +18,7 @@ from enginewright.runtime.speculation import Speculator
 from tests.runtime.drafters import Oracle
 from tests.runtime.traffic import (
     alone,
+    check_invariants,
     check_step,
     check_survivor,
     make_loop,
@@ -122,10 +123,13 @@ def speculate(loop: EngineLoop, wanted: dict[str, Any]) -> None:
     loop.speculator = Speculator(drafter, wanted["tokens"])
 
 
-def play(trace: Trace) -> tuple[EngineLoop, list[Request]]:
+def play(
+    trace: Trace, prepare: Callable[[EngineLoop], None] = lambda loop: None
+) -> tuple[EngineLoop, list[Request]]:
     loop = make_loop(trace.pages, **trace.limits)
     if trace.speculation is not None:
         speculate(loop, trace.speculation)
+    prepare(loop)
     inject(loop, trace)
     requests: list[Request] = []
     ahead = sorted(trace.arrivals, key=lambda arrival: arrival.start)
@@ -147,14 +151,14 @@ def play(trace: Trace) -> tuple[EngineLoop, list[Request]]:
         for at, request in cancels:
             if at == step:
                 loop.finish(request)
-                loop.scheduler.check_invariants()
+                check_invariants(loop)
         step += 1
         assert step < 5000, "the loop does not come to rest"
     return loop, requests
 
 
-def check(trace: Trace) -> None:
-    loop, requests = play(trace)
+def check(trace: Trace, prepare: Callable[[EngineLoop], None] = lambda loop: None) -> EngineLoop:
+    loop, requests = play(trace, prepare)
     assert loop.pool.idle, "pages leak"
     statistics = loop.statistics()
     assert statistics.reserved_slots == statistics.used_slots == 0
@@ -169,6 +173,7 @@ def check(trace: Trace) -> None:
         if request.error is not None:
             assert "injected" in str(request.error)
         check_survivor(request, trace.pages)
+    return loop
 
 
 _plain = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

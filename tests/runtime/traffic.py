@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from enginewright.runtime.draft_engine import EngineDrafter
 from enginewright.runtime.loop import EngineLoop, LoopLimits, StepReport
 from enginewright.runtime.pages import GroupSpec
 from enginewright.runtime.request import Request, SamplingOptions
@@ -45,14 +46,23 @@ def drain(loop: EngineLoop, most_steps: int = 5000) -> None:
         check_step(loop)
     assert loop.idle, "the loop does not come to rest"
     assert loop.pool.idle, "pages leak"
+    check_invariants(loop)
 
 
 def check_step(loop: EngineLoop) -> StepReport:
     """Make one step, and check its budget and every invariant after it."""
     report = loop.step()
     assert report.tokens <= loop.limits.token_budget, "a step over its budget"
-    loop.scheduler.check_invariants()
+    check_invariants(loop)
     return report
+
+
+def check_invariants(loop: EngineLoop) -> None:
+    """Raise AssertionError unless the loop's accounts are right, and those of its drafter, where it keeps any."""
+    loop.scheduler.check_invariants()
+    drafter = loop.speculator.drafter if loop.speculator is not None else None
+    if isinstance(drafter, EngineDrafter):
+        drafter.check_invariants()
 
 
 def alone(
