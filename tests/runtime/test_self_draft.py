@@ -12,7 +12,6 @@ import tokenizers
 from enginewright.backends.base import StepInput
 from enginewright.recipes.errors import InputError
 from enginewright.runtime.constraints import Constraint, ConstraintCompiler
-from enginewright.runtime.drafters import speculate
 from enginewright.runtime.drafting import Proposal
 from enginewright.runtime.loop import EngineLoop
 from enginewright.runtime.request import Request, SamplingOptions
@@ -237,11 +236,11 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
 
 def test_an_engine_without_a_draft_is_refused() -> None:
     with pytest.raises(InputError, match=r"first layers") as caught:
-        speculate(make_loop(), "self")
+        SelfDrafter.of(make_loop())
     assert "draft.layers" in str(caught.value)
     executor = FakeExecutor(GROUPS)
     executor.draft = lambda: FakeDraft(executor)  # type: ignore[attr-defined]
     loop = make_loop(executor=executor)
-    speculate(loop, "self", 3)
+    loop.speculator = Speculator(SelfDrafter.of(loop), 3)
     (request,) = run(loop, [Request([1, 2, 3], options("greedy"))])
     assert request.accepted == request.drafted > 20
