@@ -13,7 +13,6 @@ from .pages import PagePool
 from .plan import Plan
 from .request import MOST_DRAFT_TOKENS, Request
 from .scheduler import Scheduler
-from .statistics import PageCounts, count_pages
 
 __all__ = ["Speculation", "Speculator"]
 
@@ -216,10 +215,11 @@ class Speculator:
             drafted, true = figures.by_position[place]
             figures.by_position[place] = (drafted + 1, true + (place < accepted))
 
-    def count_pages(self) -> tuple[PageCounts, ...]:
-        """Return the counts of the drafter's own KV groups; none where it has none."""
+    @property
+    def own_pool(self) -> PagePool | None:
+        """The pool of a drafter with pages of its own."""
         pool: PagePool | None = getattr(self.drafter, "own_pool", None)
-        return count_pages(pool) if pool is not None else ()
+        return pool
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
