@@ -148,6 +148,8 @@ class Speculator:
             if proposal.tokens:
                 self._plan(plan, request, proposal)
                 self._open[request] = _Open(proposal, len(proposal.tokens), len(request.tokens))
+            elif proposal.preparation:
+                self.length.ask_again(request)
             scheduler.pool.trim(request.slot, plan.counts[request])
 
     def _plan(self, plan: Plan, request: Request, proposal: Proposal) -> None:
@@ -193,7 +195,9 @@ class Speculator:
                 self.drafter.settle(request, accepted)
         if plan.drafts:
             figures.steps += 1
-        saved = self.length.observe_step(plan.tokens, seconds, self._plain_tokens, self._sequences, gained)
+        saved = self.length.observe_step(
+            plan.tokens, seconds, self._plain_tokens, self._sequences, gained, self._drafting
+        )
         figures.saved_seconds += saved
         if plan.tokens <= MOST_FITTED:
             self.length.steps.observe(plan.tokens, seconds - self._drafting)

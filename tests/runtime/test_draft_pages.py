@@ -12,7 +12,7 @@ from enginewright.recipes.errors import InputError
 from enginewright.runtime.draft_engine import EngineDrafter
 from enginewright.runtime.memory import plan_draft_pages
 from enginewright.runtime.request import Request, SamplingOptions
-from tests.runtime.drafters import draft_with, is_empty, speculating
+from tests.runtime.drafters import Relative, draft_with, is_empty, speculating
 from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.traffic import GROUPS, check_survivor, make_loop, run
 
@@ -176,3 +176,32 @@ def test_pages_for_a_draft():
         assert limit - 2000 < pages[0] * 1000 + pages[1] * 500 <= limit
     with pytest.raises(InputError, match="draft_cache_bytes"):
         plan_draft_pages(groups, **common, tokens=2000, limit_bytes=1000)
+
+
+def test_an_attempt_goes_on_until_the_draft_has_read_all(monkeypatch):
+    """Always wrong, it is tried ever more seldom, and reads less in a step than came meanwhile: it is asked until it is there."""
+    now = 0.0
+    for module in ("draft_engine", "speculation", "loop"):
+        monkeypatch.setattr(f"enginewright.runtime.{module}.time.perf_counter", lambda: now)
+    loop = make_loop(max_context=1024, pages=(300, 300))
+    executor = Relative(GROUPS, 0.0, max_tokens=8)
+    drafter = draft_with(loop, executor, pages=(300, 300), tokens=None, max_context=1024)
+    step, reading = loop.executor.step, drafter.executor.step
+
+    def timed(given: StepInput) -> np.ndarray:
+        nonlocal now
+        now += 1.0
+        return step(given)
+
+    def timed_reading(given: StepInput) -> np.ndarray:
+        nonlocal now
+        now += 0.5
+        return reading(given)
+
+    loop.executor.step, drafter.executor.step = timed, timed_reading
+    loop.speculator.length._seconds = 1e6  # it may lose much
+    run(loop, [Request([7] * 5, SamplingOptions(max_tokens=400, ignore_eos=True))])
+    figures = loop.speculator.figures
+    assert figures.proposals >= 5 and not figures.accepted  # after 16, 32, 64 and 128 steps
+    assert len(executor.steps) > 30 and figures.saved_seconds < -0.4 * len(executor.steps)  # reading counts
+    assert is_empty(drafter)
