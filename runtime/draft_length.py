@@ -196,6 +196,11 @@ class DraftLength:
             else:
                 self._rest[candidate.request] = (steps - 1, pause)
 
+    def ask_again(self, request: Request) -> None:
+        """The drafter is not done with reading the request: the attempt goes on in the next step."""
+        _, pause = self._rest.get(request, (FIRST_PAUSE, FIRST_PAUSE))
+        self._rest[request] = (0, max(pause // 2, FIRST_PAUSE))
+
     # ------------------------------------------------------------------------------------------- observing
 
     def observe(self, request: Request, kind: int, accepted: int, rejected: bool) -> None:
@@ -215,16 +220,25 @@ class DraftLength:
                 chances.first.add(0, 1)
 
     def observe_step(
-        self, tokens: int, seconds: float, plain_tokens: int, sequences: int, gained: int
+        self,
+        tokens: int,
+        seconds: float,
+        plain_tokens: int,
+        sequences: int,
+        gained: int,
+        drafting: float = 0.0,
     ) -> float:
-        """A step of `tokens`, `plain_tokens` of them not proposed, took `seconds` with its drafting.
+        """A step of `tokens`, `plain_tokens` of them not proposed, took `seconds`, `drafting` of them the drafter.
 
         It gave `gained` tokens beside one for each of the `sequences`. Returns the seconds that it saved against plain steps.
         """
         self._seconds += seconds
-        if tokens == plain_tokens or not self.steps.known:
+        if not self.steps.known or (tokens == plain_tokens and (self.free or not drafting)):
             return 0.0
-        saved = self.steps.seconds(plain_tokens) * (1 + gained / max(sequences, 1)) - seconds
+        if tokens == plain_tokens:  # it has read, and proposed nothing
+            saved = -drafting
+        else:
+            saved = self.steps.seconds(plain_tokens) * (1 + gained / max(sequences, 1)) - seconds
         self._lost = self._lost * 0.999 - saved
         self._lost = max(self._lost, -FIRST_LOSS)
         return saved

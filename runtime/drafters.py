@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import Any
 
 from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, open_engine
@@ -26,7 +26,7 @@ RULES = ("same", "resample")
 NAMES = ("ngram", "self")
 
 How = str | os.PathLike[str] | Artifact
-"""A drafter's name, the folder of another engine, or that engine, opened."""
+"""A drafter's name, or another engine: its folder, or what `open_engine` returned."""
 
 
 def check(
@@ -36,9 +36,9 @@ def check(
     draft_rule: str = "same",
     cache_bytes: int | None = None,
 ) -> str | Artifact | None:
-    """Return `how` as a name or an opened engine, or raise InputError for what cannot be used. Nothing large is read.
+    """Return the drafter's name or the opened engine, or raise InputError for what the engine `target` cannot use.
 
-    The options are those of `speculate`.
+    The options are `speculate`'s. Nothing large is read.
     """
     if draft_tokens != "auto" and not (type(draft_tokens) is int and 1 <= draft_tokens <= MOST_DRAFT_TOKENS):
         raise InputError(
@@ -48,31 +48,51 @@ def check(
         )
     if draft_rule not in RULES:
         raise InputError("draft_rule cannot be used", found=repr(draft_rule), expected=" or ".join(RULES))
-    if cache_bytes is not None and (how is None or how in NAMES):
-        raise InputError(
-            "draft_cache_bytes cannot be used",
-            found="no engine that drafts" if how is None else f"the drafter {how!r}, which has no cache",
-            expected="speculate=FOLDER, another engine",
-            action="leave it out",
-        )
     if how is None:
+        if draft_tokens != "auto":
+            raise _means_nothing("draft_tokens", draft_tokens)
+        if draft_rule != RULES[0]:
+            raise _means_nothing("draft_rule", draft_rule)
+        if cache_bytes is not None:
+            raise _means_nothing("draft_cache_bytes", cache_bytes)
         return None
+    if not isinstance(how, (str, os.PathLike, Artifact)):
+        raise InputError("speculate cannot be used", found=repr(how)[:80], expected=_named())
     if not isinstance(how, Artifact):
         name = os.fspath(how)
         if name in NAMES:
+            if cache_bytes is not None:
+                raise InputError(
+                    "draft_cache_bytes cannot be used",
+                    found=f"the drafter {name!r}, which has no cache of its own",
+                    expected="the folder of another engine as drafter",
+                    action="leave it out",
+                )
             return name
-        if not Path(name).exists():
+        if not name or not os.path.exists(name):
             likely = near_matches(name, NAMES)
             raise InputError(
                 "there is no such drafter",
-                found=repr(name),
-                expected=f"{', '.join(NAMES)}, or the folder of an engine",
+                found=repr(name)[:200],
+                expected=_named(),
                 action=f"did you mean {likely[0]}?" if likely else None,
             )
         how = open_engine(name)
     longest_context(how)
     check_vocabulary(target, how)
     return how
+
+
+def _named() -> str:
+    return f"{', '.join(map(repr, NAMES))}, or the folder of another engine"
+
+
+def _means_nothing(name: str, value: Any) -> InputError:
+    return InputError(
+        f"{name} means nothing without speculation",
+        found=repr(value),
+        action=f"say how to speculate, or leave {name} out",
+    )
 
 
 def speculate(

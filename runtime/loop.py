@@ -159,6 +159,7 @@ class EngineLoop:
     def statistics(self) -> LoopStatistics:
         """Return what the loop has done and holds; not while it steps."""
         scheduler, pool = self.scheduler, self.pool
+        drafts = self.speculator.own_pool if self.speculator is not None else None
         slots = [pool.slots_of(g) for g in range(len(pool.groups))]
         return LoopStatistics(
             policy=scheduler.policy.name,
@@ -178,7 +179,7 @@ class EngineLoop:
             max_sequences=self.limits.max_sequences,
             token_budget=self.limits.token_budget,
             finished=dict(self._finished),
-            draft_pages=self.speculator.count_pages() if self.speculator is not None else (),
+            draft_pages=count_pages(drafts) if drafts is not None else (),
         )
 
     # -------------------------------------------------------------------------------------------- the step

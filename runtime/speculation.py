@@ -13,7 +13,6 @@ from .pages import PagePool
 from .plan import Plan
 from .request import MOST_DRAFT_TOKENS, Request
 from .scheduler import Scheduler
-from .statistics import PageCounts, count_pages
 
 __all__ = ["Speculation", "Speculator"]
 
@@ -149,6 +148,8 @@ class Speculator:
             if proposal.tokens:
                 self._plan(plan, request, proposal)
                 self._open[request] = _Open(proposal, len(proposal.tokens), len(request.tokens))
+            elif proposal.preparation:
+                self.length.ask_again(request)
             scheduler.pool.trim(request.slot, plan.counts[request])
 
     def _plan(self, plan: Plan, request: Request, proposal: Proposal) -> None:
@@ -194,7 +195,9 @@ class Speculator:
                 self.drafter.settle(request, accepted)
         if plan.drafts:
             figures.steps += 1
-        saved = self.length.observe_step(plan.tokens, seconds, self._plain_tokens, self._sequences, gained)
+        saved = self.length.observe_step(
+            plan.tokens, seconds, self._plain_tokens, self._sequences, gained, self._drafting
+        )
         figures.saved_seconds += saved
         if plan.tokens <= MOST_FITTED:
             self.length.steps.observe(plan.tokens, seconds - self._drafting)
@@ -216,10 +219,11 @@ class Speculator:
             drafted, true = figures.by_position[place]
             figures.by_position[place] = (drafted + 1, true + (place < accepted))
 
-    def count_pages(self) -> tuple[PageCounts, ...]:
-        """Return the counts of the drafter's own KV groups; none where it has none."""
+    @property
+    def own_pool(self) -> PagePool | None:
+        """The pool of a drafter with pages of its own."""
         pool: PagePool | None = getattr(self.drafter, "own_pool", None)
-        return count_pages(pool) if pool is not None else ()
+        return pool
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

@@ -15,6 +15,7 @@ from enginewright.runtime.pages import GroupSpec
 from enginewright.runtime.request import Request
 from enginewright.runtime.speculation import Speculator
 from tests.runtime.fake_executor import FakeExecutor
+from tests.runtime.traffic import GROUPS, make_loop
 
 Truth = Callable[[Request], list[int]]
 
@@ -94,3 +95,20 @@ def draft_with(
     )
     loop.speculator = Speculator(drafter, tokens, resample=resample)
     return drafter
+
+
+def speculating(
+    likeness: float = 1.0,
+    tokens: int | None = 4,
+    draft_pages: tuple[int, int] = (64, 64),
+    draft_context: int = 64,
+    **limits: Any,
+) -> tuple[EngineLoop, EngineDrafter]:
+    """A loop and its drafting engine, whose function is about the same."""
+    loop = make_loop(**limits)
+    return loop, draft_with(loop, Relative(GROUPS, likeness), draft_pages, tokens, draft_context)
+
+
+def is_empty(drafter: EngineDrafter) -> bool:
+    """Whether the drafter holds nothing of any request."""
+    return drafter.own_pool.idle and not drafter._drafts and not drafter._shadows._of
