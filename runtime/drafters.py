@@ -27,6 +27,7 @@ NAMES = ("ngram", "self")
 
 How = str | os.PathLike[str] | Artifact
 """A drafter's name, the folder of another engine, or that engine, opened."""
+_EXPECTED = f"{', '.join(NAMES)}, or the folder of an engine"
 
 
 def check(
@@ -48,6 +49,13 @@ def check(
         )
     if draft_rule not in RULES:
         raise InputError("draft_rule cannot be used", found=repr(draft_rule), expected=" or ".join(RULES))
+    if how is None:
+        if draft_tokens != "auto":
+            raise _means_nothing("draft_tokens", draft_tokens)
+        if draft_rule != RULES[0]:
+            raise _means_nothing("draft_rule", draft_rule)
+    elif not isinstance(how, (str, os.PathLike, Artifact)):
+        raise InputError("speculate cannot be used", found=repr(how)[:80], expected=_EXPECTED)
     if cache_bytes is not None and (how is None or how in NAMES):
         raise InputError(
             "draft_cache_bytes cannot be used",
@@ -61,18 +69,26 @@ def check(
         name = os.fspath(how)
         if name in NAMES:
             return name
-        if not Path(name).exists():
+        if not name or not Path(name).exists():
             likely = near_matches(name, NAMES)
             raise InputError(
                 "there is no such drafter",
-                found=repr(name),
-                expected=f"{', '.join(NAMES)}, or the folder of an engine",
+                found=repr(name)[:200],
+                expected=_EXPECTED,
                 action=f"did you mean {likely[0]}?" if likely else None,
             )
         how = open_engine(name)
     longest_context(how)
     check_vocabulary(target, how)
     return how
+
+
+def _means_nothing(name: str, value: object) -> InputError:
+    return InputError(
+        f"{name} means nothing without speculation",
+        found=repr(value),
+        action=f"say how to speculate, or leave {name} out",
+    )
 
 
 def speculate(

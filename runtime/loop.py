@@ -178,6 +178,7 @@ class EngineLoop:
             max_sequences=self.limits.max_sequences,
             token_budget=self.limits.token_budget,
             finished=dict(self._finished),
+            speculation=None if self.speculator is None else self.speculator.figures.snapshot(),
             draft_pages=self.speculator.count_pages() if self.speculator is not None else (),
         )
 

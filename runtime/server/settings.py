@@ -44,6 +44,8 @@ class Settings:
     max_sequences: int = 32
     threads: int | None = None
     policy: str = "fair"
+    speculate: str | None = None
+    draft_tokens: int | str = "auto"
     served_model_name: str | None = None
     weights: str = "mmap"
     api_keys: tuple[str, ...] = ()
