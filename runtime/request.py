@@ -301,13 +301,15 @@ class Request:
         return self.tokens[self.prompt_length : len(self.tokens) - self.beyond]
 
     def cut(self, generated: int) -> None:
-        """Let the output end after so many tokens: the rest came in the same step, after what ends it."""
+        """Let the output end after so many tokens, with "stop": the rest came in the same step, after what ends it."""
         self.beyond = len(self.tokens) - self.prompt_length - generated
+        del self.logprobs[generated:], self.top_logprobs[generated:]
         end = self.prompt_length + generated
         while self.accepted_runs and sum(self.accepted_runs[-1]) > end:
             place, accepted = self.accepted_runs.pop()
             self.accepted -= min(accepted, place + accepted - end)
-        del self.logprobs[generated:], self.top_logprobs[generated:]
+        if self.finished:  # by something beyond
+            self.finish_reason, self.error = "stop", None
 
     @property
     def finished(self) -> bool:
