@@ -18,7 +18,16 @@ from tests.runtime.drafters import Oracle
 from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.server.serving import LETTERS, Scripted, tiny_engine, write_tokenizer
 
-SCRIPT = [*range(12), 27, 28, 0, 29, 30, 31, 26]  # A … L, é in two tokens, A, a byte that is no text, "ab", " ", the end
+SCRIPT = [
+    *range(12),
+    27,
+    28,
+    0,
+    29,
+    30,
+    31,
+    26,
+]  # A … L, é in two tokens, A, a byte that is no text, "ab", " ", the end
 ENDS: dict[str, dict[str, Any]] = {
     "by itself": {},
     "a stop string within the run": {"stop": "FGH"},
@@ -105,7 +114,9 @@ def test_a_run_ends_where_single_tokens_end(folder: Path, end: str, tokens: int)
         completion = generated(engine, **options)
         assert completion == expected
         assert len(completion.logprobs) == len(completion.top_logprobs) == len(completion.token_ids)
-        assert 0 < completion.accepted <= completion.drafted and completion.accepted < len(completion.token_ids)
+        assert 0 < completion.accepted <= completion.drafted and completion.accepted < len(
+            completion.token_ids
+        )
         text, ids, reason = streamed(engine, **options)
         assert (text, ids, reason) == (expected.text, expected.token_ids, expected.finish_reason)
     joined, request = through_asyncio(engine_of(folder, tokens), **options)
@@ -176,5 +187,7 @@ def test_text_that_is_looked_at_late_is_cut_all_the_same(folder: Path) -> None:
         assert "".join(delta.text for delta in stream) == "ABCD" and engine.loop.pool.idle
         delta = Answer(0, "XY", request, engine.tokenizer).take()
     assert delta is not None and (delta.text, delta.finish_reason) == ("ABCD", "stop")
-    assert request.generated == len(request.logprobs) == 7  # A, B C D, E F G: the last of three is not proposed
+    assert (
+        request.generated == len(request.logprobs) == 7
+    )  # A, B C D, E F G: the last of three is not proposed
     assert request.accepted == 4 and request.finish_reason == "stop"

@@ -47,10 +47,10 @@ def write_tokenizer(
 
 
 def tiny_engine(
-    folder: Path, executor: FakeExecutor | None = None, max_context: int = 128, **options: Any
+    folder: Path, executor: FakeExecutor | None = None, max_context: int = 128, end: int = 26, **options: Any
 ) -> Engine:
-    """An engine of LETTERS over the fake executor."""
-    model = {"max_context": max_context, "eos_token_ids": [26]}
+    """An engine of LETTERS over the fake executor; `end` is its end-of-sequence token."""
+    model = {"max_context": max_context, "eos_token_ids": [end]}
     manifest = {"model": model, "files": {path.name: {} for path in folder.iterdir()}, "backend": "fake"}
     executor = executor or FakeExecutor(GROUPS, len(LETTERS))
     return Engine(Artifact(folder, manifest), executor, **{"max_sequences": 4, **options})
