@@ -255,9 +255,13 @@ def test_sigint_while_it_loads():
 def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path: Path):
     config = tmp_path / "serve.yaml"
     config.write_text(
-        "served-model-name: file\nmax_sequences: 3\nmax-context: 300\napi-key: [one, two]\nkv-memory: 64MiB\n"
+        "served-model-name: file\nmax_sequences: 3\nmax-context: 300\nspeculate: ngram\napi-key: [one, two]\nkv-memory: 64MiB\n"
     )
-    environment = {"ENGINEWRIGHT_MAX_SEQUENCES": "5", "ENGINEWRIGHT_MAX_CONTEXT": "400"}
+    environment = {
+        "ENGINEWRIGHT_MAX_SEQUENCES": "5",
+        "ENGINEWRIGHT_MAX_CONTEXT": "400",
+        "ENGINEWRIGHT_DRAFT_TOKENS": "3",
+    }
     with started("--config", str(config), "--max-context", "200", **environment) as running:
         running.ready()
         headers = {"Authorization": "Bearer two"}
@@ -265,6 +269,14 @@ def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path: 
         status = httpx.get(running.url + "/status", headers=headers).json()
         (model,) = httpx.get(running.url + "/v1/models", headers=headers).json()["data"]
         assert (status["model"], status["max_sequences"], model["max_model_len"]) == ("file", 5, 200)
+        assert status["speculation"]["drafter"] == "ngram"
+        body = {"prompt": "1 2 3 1 2 3 1 2 3", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        httpx.post(running.url + "/v1/completions", json=body, headers=headers).raise_for_status()
+        status = httpx.get(running.url + "/status", headers=headers).json()
+        assert (
+            status["speculation"]["accepted"] > 0
+            and len(status["speculation"]["acceptance_by_position"]) == 3
+        )
         assert running.end(signal.SIGTERM) == 0
 
 
@@ -272,6 +284,8 @@ def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path: 
     ("options", "says"),
     [
         (["--policy", "best"], "policy"),
+        (["--speculate", "ngrams"], "did you mean ngram"),
+        (["--draft-tokens", "3"], "means nothing without speculation"),
         (["--max-context", "99999999"], "max_context"),
         (["--kv-memory", "lots"], "no size"),
         (["--kv-memory", "1KiB"], "room for nothing"),
