@@ -41,6 +41,7 @@ def bench(
     weights: str = "mmap",
     speculate: str | os.PathLike[str] | None = None,
     draft_tokens: int | str = "auto",
+    draft_rule: str = "same",
 ) -> dict[str, Any]:
     """Return the figures of the engine at `path` as plain values; rates are medians of `repeat` runs.
 
@@ -48,7 +49,11 @@ def bench(
     read_bandwidth_gbs, ping_ms (a prompt of one token to its first new token), prefill [{tokens, tokens_per_second}],
     decode [{batch, tokens_per_second, step_ms}], which with `speculate` also have what `speculation_between` tells.
     """
-    options: dict[str, Any] = {"speculate": speculate, "draft_tokens": draft_tokens}
+    options: dict[str, Any] = {
+        "speculate": speculate,
+        "draft_tokens": draft_tokens,
+        "draft_rule": draft_rule,
+    }
     started = time.perf_counter()
     with load(path, threads, weights, max_sequences=max(batches), prefix_cache=False, **options) as engine:
         load_seconds = time.perf_counter() - started

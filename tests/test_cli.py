@@ -116,6 +116,7 @@ def test_speculation_that_cannot_be_is_refused(built: Path, tmp_path: Path) -> N
     for command in (("generate", built, "w5"), ("bench", built), ("serve", built)):
         refused(run_engine(*command, "--speculate", "ngarm"), "no such drafter", "did you mean ngram")
         refused(run_engine(*command, "--speculate", tmp_path), "is not an engine")
+        refused(run_engine(*command, "--draft-rule", "resample"), "draft_rule means nothing")
         refused(run_engine(*command, "--draft-tokens", 3), "means nothing without speculation")
         refused(run_engine(*command, "--speculate", "ngram", "--draft-tokens", "many"), "neither auto nor")
         refused(run_engine(*command, "--speculate", "ngram", "--draft-tokens", 65), "from 1 to 64")

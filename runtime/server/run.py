@@ -52,6 +52,7 @@ def load_engine(settings: Settings) -> Engine:
         policy=settings.policy,
         speculate=settings.speculate,
         draft_tokens=settings.draft_tokens,
+        draft_rule=settings.draft_rule,
     )
 
 

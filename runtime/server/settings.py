@@ -46,6 +46,7 @@ class Settings:
     policy: str = "fair"
     speculate: str | None = None
     draft_tokens: int | str = "auto"
+    draft_rule: str = "same"
     served_model_name: str | None = None
     weights: str = "mmap"
     api_keys: tuple[str, ...] = ()

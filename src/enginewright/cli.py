@@ -299,6 +299,7 @@ def generate(
     weights: str,
     speculate: str | None,
     draft_tokens: int | str,
+    draft_rule: str,
     ignore_eos: bool,
     as_json: bool,
 ) -> None:
@@ -313,7 +314,12 @@ def generate(
         "ignore_eos": ignore_eos,
     }
     with load(
-        path, threads=threads, weights=weights, speculate=speculate, draft_tokens=draft_tokens
+        path,
+        threads=threads,
+        weights=weights,
+        speculate=speculate,
+        draft_tokens=draft_tokens,
+        draft_rule=draft_rule,
     ) as loaded:
         if as_json:
             for completion in loaded.generate(list(prompts), **options):
@@ -396,6 +402,7 @@ def bench(
     weights: str,
     speculate: str | None,
     draft_tokens: int | str,
+    draft_rule: str,
     workload: str | None,
     as_json: bool,
     **_of_workload: Any,
@@ -424,6 +431,7 @@ def bench(
         weights=weights,
         speculate=speculate,
         draft_tokens=draft_tokens,
+        draft_rule=draft_rule,
     )
     if as_json:
         click.echo(json.dumps(figures, indent=1))

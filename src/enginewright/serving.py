@@ -14,7 +14,7 @@ import yaml
 from enginewright.recipes.errors import InputError, near_matches
 from enginewright.runtime.policies import POLICIES
 
-from .speculation_cli import DRAFT_TOKENS, SPECULATE
+from .speculation_cli import SPECULATION
 
 __all__ = ["serve"]
 
@@ -142,8 +142,7 @@ _OPTIONS = [
         show_default=True,
         help="Whom the scheduler prefers; static and static-drop are for comparison.",
     ),
-    _option("--speculate", **SPECULATE),
-    _option("--draft-tokens", **DRAFT_TOKENS),
+    *(_option(name, **settings) for name, settings in SPECULATION.items()),
     _option(
         "--served-model-name",
         metavar="NAME",
@@ -225,7 +224,7 @@ def serve(path: str, api_key: tuple[str, ...], **options: Any) -> None:
     if any(key != key.strip() for key in api_key):
         raise InputError("an API key begins or ends with a space", expected="a key that a header can carry")
     # What is wrong with the folder, or cannot draft for it, is said before anything listens.
-    check(open_engine(path), options["speculate"], options["draft_tokens"])
+    check(open_engine(path), options["speculate"], options["draft_tokens"], options["draft_rule"])
     code = run(Settings(engine=Path(path), api_keys=tuple(api_key), **options))
     if code:
         raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""`--speculate` and `--draft-tokens`, which `engine serve`, `generate` and `bench` share."""
+"""The options of speculation, which `engine serve`, `generate` and `bench` share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 from enginewright.runtime.request import MOST_DRAFT_TOKENS
 
-__all__ = ["DRAFT_TOKENS", "SPECULATE", "speculation_options"]
+__all__ = ["SPECULATION", "speculation_options"]
 
 
 class _DraftTokens(click.ParamType):
@@ -25,20 +25,31 @@ class _DraftTokens(click.ParamType):
         self.fail(f"{value!r} is neither auto nor a number from 1 to {MOST_DRAFT_TOKENS}", param, ctx)
 
 
-SPECULATE: dict[str, Any] = {
-    "metavar": "ngram|self|ENGINE",
-    "help": "Let tokens be proposed and verified: faster, and the same tokens (docs/speculation.md).",
+SPECULATION: dict[str, dict[str, Any]] = {
+    "--speculate": {
+        "metavar": "ngram|self|ENGINE",
+        "help": "Let tokens be proposed and verified: faster, and the same tokens (docs/speculation.md).",
+    },
+    "--draft-tokens": {
+        "metavar": "auto|K",
+        "type": _DraftTokens(),
+        "default": "auto",
+        "show_default": True,
+        "help": "Tokens proposed for a sequence in a step: as many as pay, or always K.",
+    },
+    "--draft-rule": {
+        "type": click.Choice(["same", "resample"]),
+        "default": "same",
+        "show_default": True,
+        "help": "Keep a proposed token where it would have come anyway, or by the rule of accept or resample, "
+        "which keeps more and keeps no seed.",
+    },
 }
-DRAFT_TOKENS: dict[str, Any] = {
-    "metavar": "auto|K",
-    "type": _DraftTokens(),
-    "default": "auto",
-    "show_default": True,
-    "help": "Tokens proposed for a sequence in a step: as measured, or always K.",
-}
+"""Each option's name, and the settings of its click.option."""
 
 
 def speculation_options(command: Any) -> Any:
-    """Add both options to a command."""
-    command = click.option("--draft-tokens", **DRAFT_TOKENS)(command)
-    return click.option("--speculate", **SPECULATE)(command)
+    """Add them to a command."""
+    for name, settings in reversed(SPECULATION.items()):
+        command = click.option(name, **settings)(command)
+    return command

@@ -22,7 +22,7 @@ _WORKLOAD_ONLY = (
 )  # fmt: skip
 _SPEED_ONLY = ("batches", "repeat")
 _IN_PROCESS_ONLY = (
-    "policy", "threads", "weights", "speculate", "draft_tokens", "max_sequences", "max_batch_tokens",
+    "policy", "threads", "weights", "speculate", "draft_tokens", "draft_rule", "max_sequences", "max_batch_tokens",
 )  # fmt: skip
 _MADE_UP_ONLY = ("rate", "burst", "seed", "prompt_tokens", "new_tokens")
 
@@ -202,6 +202,7 @@ def _in_process(chosen: dict[str, Any], policy: str, arrivals: list[Any], told: 
         token_budget=chosen["max_batch_tokens"],
         speculate=chosen["speculate"],
         draft_tokens=chosen["draft_tokens"],
+        draft_rule=chosen["draft_rule"],
         **options,
     ) as engine:
         engine.generate([[1] * 8], max_tokens=2, ignore_eos=True)  # first touches of weights and cache

@@ -337,5 +337,5 @@ def test_the_log_tells_of_proposed_tokens(fast: Running) -> None:
 def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr("enginewright.runtime.server.run.load", lambda path, **options: given.update(options))
-    load_engine(Settings(Path("x"), speculate="ngram", draft_tokens=3))
-    assert given["speculate"] == "ngram" and given["draft_tokens"] == 3
+    load_engine(Settings(Path("x"), speculate="ngram", draft_tokens=3, draft_rule="resample"))
+    assert [given[name] for name in ("speculate", "draft_tokens", "draft_rule")] == ["ngram", 3, "resample"]
