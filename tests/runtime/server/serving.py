@@ -138,6 +138,20 @@ def sse(lines: Iterator[str]) -> Iterator[Any]:
             yield line[6:] if line == "data: [DONE]" else json.loads(line[6:])
 
 
+def said(answer: dict[str, Any]) -> dict[str, Any]:
+    """What an answer says, without its id, its time, and the figures that only a server has which speculates."""
+    value: dict[str, Any] = json.loads(json.dumps(answer))
+    for name in ("id", "created", "created_at"):
+        value.pop(name, None)
+    (value.get("usage") or {}).pop("completion_tokens_details", None)
+    for item in value.get("output", []):
+        del item["id"]
+    for choice in value.get("choices", []):
+        for call in choice.get("message", {}).get("tool_calls", []):
+            del call["id"]
+    return value
+
+
 def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
     until = time.monotonic() + seconds
     while not condition():

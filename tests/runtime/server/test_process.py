@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.runtime.server.serving import sse
+from tests.runtime.server.serving import said, sse
 
 pytest.importorskip("torch")
 from tests import engines
@@ -168,6 +168,47 @@ def test_answers_are_those_of_the_engine(server):
     for answer in answers:
         assert answer["text"] == alone.text
         assert answer["logprobs"]["token_logprobs"] == alone.logprobs
+
+
+def test_a_speculating_server_says_the_same_and_tells_clients(server):
+    openai = pytest.importorskip("openai")
+    quoted = "Say this three times: the quick brown fox jumps over the lazy dog."
+    chat = {"model": "smol", "messages": [{"role": "user", "content": quoted}], "max_completion_tokens": 60}
+    schema = {"type": "object", "properties": {"fox": {"enum": ["quick brown fox"]}}, "required": ["fox"]}
+    bodies = [
+        ("chat/completions", {**chat, "temperature": 0, "logprobs": True, "top_logprobs": 3}),
+        ("chat/completions", {**chat, "temperature": 0.8, "seed": 3, "n": 3, "stop": ["lazy dog"]}),
+        (
+            "chat/completions",
+            {
+                **chat,
+                "temperature": 0.8,
+                "seed": 1,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+            },
+        ),
+        ("completions", {"prompt": quoted * 3, "max_tokens": 60, "echo": True, "logprobs": 2, "seed": 9}),
+        ("responses", {"input": quoted, "max_output_tokens": 40, "temperature": 0}),
+    ]
+    options = ("--served-model-name", "smol", "--max-context", "512", "--speculate", "ngram")
+    with started(*options, "--draft-tokens", "6") as fast:
+        fast.ready()
+        for path, body in bodies:
+            answers = [
+                httpx.post(f"{url}/v1/{path}", json=body, timeout=60) for url in (server.url, fast.url)
+            ]
+            assert answers[0].status_code == answers[1].status_code == 200, answers[1].text
+            assert said(answers[1].json()) == said(answers[0].json())
+        with openai.OpenAI(base_url=fast.url + "/v1", api_key="none", max_retries=0) as client:
+            plain = client.chat.completions.create(**chat, temperature=0)
+            *_, last = client.chat.completions.create(
+                **chat, temperature=0, stream=True, stream_options={"include_usage": True}
+            )
+            assert last.usage.completion_tokens == plain.usage.completion_tokens
+            for usage in (plain.usage, last.usage):
+                assert usage.completion_tokens_details.accepted_prediction_tokens > 0
+                assert usage.completion_tokens_details.rejected_prediction_tokens >= 0
+        assert fast.end(signal.SIGTERM) == 0
 
 
 # ------------------------------------------------------------------------------------------------- signals

@@ -19,6 +19,7 @@ from tests.runtime.server.serving import (
     LETTERS,
     Running,
     Scripted,
+    said,
     serving,
     sse,
     tiny_engine,
@@ -65,20 +66,6 @@ def plain(folder: Path) -> Iterator[Running]:
 def fast(folder: Path) -> Iterator[Running]:
     with serving(tiny_engine(folder, Repeating(), chunk_size=5, **DRAFT)) as running:
         yield running
-
-
-def said(answer: dict[str, Any]) -> dict[str, Any]:
-    """What an answer says, without its id, its time, and the figures that only one of the servers has."""
-    value: dict[str, Any] = json.loads(json.dumps(answer))
-    for name in ("id", "created", "created_at"):
-        value.pop(name, None)
-    (value.get("usage") or {}).pop("completion_tokens_details", None)
-    for item in value.get("output", []):
-        del item["id"]
-    for choice in value.get("choices", []):
-        for call in choice.get("message", {}).get("tool_calls", []):
-            del call["id"]
-    return value
 
 
 def added_up(events: list[Any]) -> dict[int, list[Any]]:
