@@ -198,7 +198,10 @@ def test_a_speculating_server_says_the_same_and_tells_clients(server):
                 httpx.post(f"{url}/v1/{path}", json=body, timeout=60) for url in (server.url, fast.url)
             ]
             assert answers[0].status_code == answers[1].status_code == 200, answers[1].text
-            assert said(answers[1].json()) == said(answers[0].json())
+            plain, speculated = (said(answer.json()) for answer in answers)
+            for value in (plain, speculated):  # the first server has seen prompts that begin alike
+                value["usage"].pop("prompt_tokens_details", value["usage"].pop("input_tokens_details", None))
+            assert speculated == plain
         with openai.OpenAI(base_url=fast.url + "/v1", api_key="none", max_retries=0) as client:
             plain = client.chat.completions.create(**chat, temperature=0)
             *_, last = client.chat.completions.create(
