@@ -133,4 +133,6 @@ class Answer:
             top_logprobs=request.top_logprobs,
             prompt_logprobs=request.prompt_logprobs,
             cached_tokens=request.cached_tokens,
+            drafted=request.drafted,
+            accepted=request.accepted,
         )

@@ -314,6 +314,8 @@ class AsyncEngine:
                     self.figures.first_token.observe(now - entry.arrived)
                     if entry.stream.first_token_seconds is None:
                         entry.stream.first_token_seconds = now - entry.arrived
+                for _ in delta.token_ids[1:]:  # they came together
+                    self.figures.next_token.observe(0.0)
                 entry.since = now
                 entry.taken += len(delta.token_ids)
                 tokens += len(delta.token_ids)

@@ -22,6 +22,7 @@ from enginewright.recipes.errors import InputError
 
 from .engine import Engine, load
 from .request import Request, SamplingOptions
+from .statistics import speculation_between
 
 __all__ = ["bench", "read_bandwidth"]
 
@@ -38,15 +39,23 @@ def bench(
     repeat: int = 3,
     threads: int | None = None,
     weights: str = "mmap",
+    speculate: str | os.PathLike[str] | None = None,
+    draft_tokens: int | str = "auto",
+    draft_rule: str = "same",
 ) -> dict[str, Any]:
     """Return the figures of the engine at `path` as plain values; rates are medians of `repeat` runs.
 
     Keys: engine, threads, isa, load_seconds, peak_memory_bytes, kv_bytes_per_token (of all layers, as the pools hold it),
     read_bandwidth_gbs, ping_ms (a prompt of one token to its first new token), prefill [{tokens, tokens_per_second}],
-    decode [{batch, tokens_per_second, step_ms}].
+    decode [{batch, tokens_per_second, step_ms}], which with `speculate` also have what `speculation_between` tells.
     """
+    options: dict[str, Any] = {
+        "speculate": speculate,
+        "draft_tokens": draft_tokens,
+        "draft_rule": draft_rule,
+    }
     started = time.perf_counter()
-    with load(path, threads, weights, max_sequences=max(batches), prefix_cache=False) as engine:
+    with load(path, threads, weights, max_sequences=max(batches), prefix_cache=False, **options) as engine:
         load_seconds = time.perf_counter() - started
         longest = engine.max_context - 1
         for name, needed in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens + _DECODE_PROMPT)):
@@ -59,12 +68,14 @@ def bench(
         _prefill(engine, prompt_tokens)  # warm up: first touches of weights and cache
         decode = []
         for batch in batches:
-            seconds = statistics.median(_decode(engine, batch, new_tokens) for _ in range(repeat))
+            before = engine.loop.statistics()
+            runs = [_decode(engine, batch, new_tokens) for _ in range(repeat)]
             decode.append(
                 {
                     "batch": batch,
-                    "tokens_per_second": batch * new_tokens / seconds,
-                    "step_ms": seconds / new_tokens * 1e3,
+                    "tokens_per_second": batch * new_tokens / statistics.median(run[0] for run in runs),
+                    "step_ms": statistics.median(run[1] for run in runs) * 1e3,
+                    **speculation_between(before, engine.loop.statistics()),
                 }
             )
         prefill_seconds = statistics.median(_prefill(engine, prompt_tokens) for _ in range(repeat))
@@ -96,8 +107,8 @@ def _prefill(engine: Engine, tokens: int) -> float:
     return time.perf_counter() - started
 
 
-def _decode(engine: Engine, batch: int, new_tokens: int) -> float:
-    """Seconds of `new_tokens` steps that give every sequence of the batch a token."""
+def _decode(engine: Engine, batch: int, new_tokens: int) -> tuple[float, float]:
+    """Seconds in which every sequence of the batch gets `new_tokens`, and seconds of a step."""
     context = min(_DECODE_PROMPT, engine.max_context - new_tokens - 1)
     requests = [_request(engine, context, new_tokens + 1, salt=i) for i in range(batch)]
     for request in requests:
@@ -105,13 +116,14 @@ def _decode(engine: Engine, batch: int, new_tokens: int) -> float:
     while not all(request.output for request in requests):  # prefill; early ones may already decode
         engine.loop.step()
     done = sum(len(request.output) for request in requests)
-    started = time.perf_counter()
+    started, steps = time.perf_counter(), 0
     while not engine.loop.idle:
         engine.loop.step()
+        steps += 1
     seconds = time.perf_counter() - started
     _raise_error(requests)
     timed = sum(len(request.output) for request in requests) - done
-    return seconds * batch * new_tokens / max(timed, 1)
+    return seconds * batch * new_tokens / max(timed, 1), seconds / max(steps, 1)
 
 
 def _request(engine: Engine, tokens: int, new_tokens: int, salt: int) -> Request:

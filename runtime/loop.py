@@ -180,6 +180,7 @@ class EngineLoop:
             token_budget=self.limits.token_budget,
             finished=dict(self._finished),
             draft_pages=count_pages(drafts) if drafts is not None else (),
+            speculation=None if self.speculator is None else self.speculator.figures.snapshot(),
         )
 
     # -------------------------------------------------------------------------------------------- the step

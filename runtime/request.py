@@ -240,7 +240,9 @@ class Request:
     computed: int = field(init=False, default=0)
     cached_tokens: int = field(init=False, default=0)  # prompt tokens that came from the prefix cache
     drafted: int = field(init=False, default=0)  # proposed tokens that were verified
-    accepted: int = field(init=False, default=0)  # of them, those that came true
+    accepted: int = field(init=False, default=0)  # of them, those that came true and stand in the output
+    # Where a stop string may cut the output: (place of its first token, how many came true) of each proposal.
+    accepted_runs: list[tuple[int, int]] = field(init=False, default_factory=list, repr=False)
     slot: int = field(init=False, default=-1)  # row of the page tables while running
     status: Status = field(init=False, default=Status.WAITING)
     preemptions: int = field(init=False, default=0)
@@ -299,9 +301,15 @@ class Request:
         return self.tokens[self.prompt_length : len(self.tokens) - self.beyond]
 
     def cut(self, generated: int) -> None:
-        """Let the output end after so many tokens: the rest came in the same step, after what ends it."""
+        """Let the output end after so many tokens, with "stop": the rest came in the same step, after what ends it."""
         self.beyond = len(self.tokens) - self.prompt_length - generated
         del self.logprobs[generated:], self.top_logprobs[generated:]
+        end = self.prompt_length + generated
+        while self.accepted_runs and sum(self.accepted_runs[-1]) > end:
+            place, accepted = self.accepted_runs.pop()
+            self.accepted -= min(accepted, place + accepted - end)
+        if self.finished:  # by something beyond
+            self.finish_reason, self.error = "stop", None
 
     @property
     def finished(self) -> bool:
@@ -317,7 +325,8 @@ class Completion:
     limit, or a page pool with nothing left to give), "abort" or "error". `token_ids` includes the token that ended it.
     `logprobs[i]` is the natural logarithm of the probability that the model (at temperature 1) gave `token_ids[i]`,
     `top_logprobs[i]` the best (id, log-probability) there, where they were asked for. `prompt_logprobs[i]` is the same of
-    prompt token i: (log-probability, best), None for the first. `choice` counts the answers to one prompt.
+    prompt token i: (log-probability, best), None for the first. `choice` counts the answers to one prompt. Where the engine
+    speculates, `drafted` tokens were proposed and verified, and `accepted` of them stand in `token_ids`.
     """
 
     prompt: str | None
@@ -331,6 +340,8 @@ class Completion:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[tuple[float, TopLogprobs] | None] = field(default_factory=list)
     cached_tokens: int = field(default=0, compare=False)
+    drafted: int = field(default=0, compare=False)
+    accepted: int = field(default=0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `error` is its message."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .draft_length import Candidate, DraftLength
 from .drafting import Drafter, Proposal
@@ -13,43 +13,13 @@ from .pages import PagePool
 from .plan import Plan
 from .request import MOST_DRAFT_TOKENS, Request
 from .scheduler import Scheduler
+from .statistics import Speculation
 
-__all__ = ["Speculation", "Speculator"]
+__all__ = ["Speculator"]
 
 _log = logging.getLogger(__name__)
 
 MOST_WHEN_FREE, MOST_WHEN_DRAWN = 16, 8  # tokens of a proposal where the length is chosen by measuring
-
-
-@dataclass
-class Speculation:
-    """What speculating has brought. Counters, over all requests.
-
-    drafter: its name. steps: those with proposed tokens. proposals: requests in them. drafted, accepted: proposed tokens, and
-    those that came true. by_position: (proposed, accepted) of the first, second, … token of a proposal. drafting_seconds: spent
-    by the drafter. saved_seconds: what the same tokens would have taken longer without (an estimate, from the steps' cost).
-    failures: times that the drafter raised an error; the step was made without it.
-    """
-
-    drafter: str
-    steps: int = 0
-    proposals: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    by_position: list[tuple[int, int]] = field(default_factory=list)
-    drafting_seconds: float = 0.0
-    saved_seconds: float = 0.0
-    failures: int = 0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted of drafted tokens; 0 where there are none."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def tokens_per_proposal(self) -> float:
-        """Tokens that a request gained in a step which verified a proposal for it: 1 and those that came true."""
-        return 1 + self.accepted / self.proposals if self.proposals else 1.0
 
 
 @dataclass(slots=True)
@@ -189,8 +159,10 @@ class Speculator:
             rejected = accepted < known
             self.length.observe(request, opened.proposal.kind, accepted, rejected)
             if length:
-                gained += max(len(came) - 1, 0)
-                self._count(request, length, accepted)
+                more = max(len(came) - 1, 0)
+                gained += more
+                figures.gained += more
+                self._count(request, opened, accepted)
             if not request.finished:
                 self.drafter.settle(request, accepted)
         if plan.drafts:
@@ -206,13 +178,15 @@ class Speculator:
                 self.length.forget(request)
         self._open.clear()
 
-    def _count(self, request: Request, length: int, accepted: int) -> None:
-        figures = self.figures
+    def _count(self, request: Request, opened: _Open, accepted: int) -> None:
+        figures, length = self.figures, opened.length
         figures.proposals += 1
         figures.drafted += length
         figures.accepted += accepted
         request.drafted += length
         request.accepted += accepted
+        if accepted and request.options.stop:
+            request.accepted_runs.append((opened.before, accepted))
         for place in range(length):
             if place == len(figures.by_position):
                 figures.by_position.append((0, 0))

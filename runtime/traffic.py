@@ -19,7 +19,7 @@ from enginewright.recipes.errors import RequestError
 from .engine import Engine
 from .http_client import HttpError, Target, get_json, post_events
 from .request import Request, SamplingOptions
-from .statistics import LoopStatistics
+from .statistics import LoopStatistics, speculation_between
 from .workload import Arrival
 
 __all__ = ["Run", "Sample", "Served", "play_in_process", "play_over_http"]
@@ -130,6 +130,7 @@ def _facts(before: LoopStatistics, after: LoopStatistics, samples: Sequence[Samp
         "preemptions": after.preemptions - before.preemptions,
         "prefix_hit_rate": (after.prefix_hit_tokens - before.prefix_hit_tokens) / asked if asked else None,
         "waste": 1 - sum(sample.used for sample in samples) / reserved if reserved else None,
+        **speculation_between(before, after),
     }
 
 

@@ -78,6 +78,50 @@ def test_optimize_inspect_generate(built: Path) -> None:
     assert objects[0]["text"].strip() in text.output
 
 
+def test_speculation_on_the_command_line(built: Path) -> None:
+    prompts = ("w5 w6 w7 w5 w6 w7 w5 w6", "w8")
+    arguments = ("generate", built, *prompts, "--max-tokens", 40, "--ignore-eos", "--json", "--threads", 1)
+    plain, fast = (
+        [json.loads(line) for line in run_engine(*arguments, *more).output.splitlines()]
+        for more in ((), ("--speculate", "ngram", "--draft-tokens", 4))
+    )
+    assert [entry["drafted"] for entry in plain] == [0, 0] and any(entry["drafted"] for entry in fast)
+    for one, other in zip(plain, fast, strict=True):
+        assert {**other, "drafted": 0, "accepted": 0} == one and other["accepted"] <= other["drafted"]
+    text = run_engine(*arguments[:-3], "--speculate", "ngram", "--draft-tokens", "auto")
+    assert text.output == run_engine(*arguments[:-3]).output
+    speed = (
+        "bench",
+        built,
+        "--batch",
+        2,
+        "--prompt-tokens",
+        8,
+        "--new-tokens",
+        40,
+        "--repeat",
+        1,
+        "--threads",
+        1,
+    )
+    shown = run_engine(*speed, "--speculate", "ngram", "--draft-tokens", 2)
+    assert "tokens a sequence and step" in shown.output, shown.output
+    (row,) = json.loads(run_engine(*speed, "--speculate", "ngram", "--json").stdout)["decode"]
+    assert row["drafter"] == "ngram" and row["tokens_per_step"] >= 1 and row["step_ms"] > 0
+    (row,) = json.loads(run_engine(*speed, "--json").stdout)["decode"]
+    assert row.keys() == {"batch", "tokens_per_second", "step_ms"}
+
+
+def test_speculation_that_cannot_be_is_refused(built: Path, tmp_path: Path) -> None:
+    for command in (("generate", built, "w5"), ("bench", built), ("serve", built)):
+        refused(run_engine(*command, "--speculate", "ngarm"), "no such drafter", "did you mean ngram")
+        refused(run_engine(*command, "--speculate", tmp_path), "is not an engine")
+        refused(run_engine(*command, "--draft-rule", "resample"), "draft_rule means nothing")
+        refused(run_engine(*command, "--draft-tokens", 3), "means nothing without speculation")
+        refused(run_engine(*command, "--speculate", "ngram", "--draft-tokens", "many"), "neither auto nor")
+        refused(run_engine(*command, "--speculate", "ngram", "--draft-tokens", 65), "from 1 to 64")
+
+
 def test_json_reports_the_build(tmp_path: Path) -> None:
     result = CliRunner(env={"COLUMNS": None}).invoke(
         optimize, [str(folder("qwen2")), "--recipe", "fp32", "-o", str(tmp_path / "e"), "--json"]

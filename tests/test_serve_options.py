@@ -43,6 +43,10 @@ def test_an_empty_value_in_a_file_sets_nothing(tmp_path: Path, name):
         ("port", 0.5),
         ("drain", float("nan")),
         ("stall", "NaN"),
+        ("draft_tokens", 0),
+        ("draft_tokens", 2.5),
+        ("draft_tokens", True),
+        ("draft_rule", "exact"),
     ],
 )
 def test_a_file_is_as_strict_as_the_command_line(tmp_path: Path, name, value):
@@ -65,6 +69,12 @@ def test_values_of_a_file_are_taken(tmp_path: Path):
     )
     taken = (given["kv_memory"], given["drain"], given["log_prompts"], given["policy"])
     assert taken == (1 << 20, 2.5, True, "latency")
+
+
+@pytest.mark.parametrize(("value", "tokens"), [(4, 4), ("4", 4), ("auto", "auto"), (None, "auto")])
+def test_draft_tokens_of_a_file(tmp_path: Path, value, tokens):
+    given = from_file(tmp_path, speculate="ngram", **{"draft-tokens": value})
+    assert (given["speculate"], given["draft_tokens"], given["draft_rule"]) == ("ngram", tokens, "same")
 
 
 @pytest.mark.parametrize("key", [" ", "key ", "\tkey"])

@@ -76,6 +76,24 @@ def test_policies_stand_side_by_side(built: Path, tmp_path: Path) -> None:
     assert unknown.exit_code == 2 and "no such scheduling policy" in unknown.output
 
 
+def test_speculation_in_a_workload(built: Path, tmp_path: Path) -> None:
+    more = ("--speculate", "ngram", "--draft-tokens", 3)
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"at": 0.0, "prompt": [5, 6, 7] * 10, "max_tokens": 40}] * 3
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ("--workload", trace)
+    figures = json.loads(bench(built, *arguments, *more, "--json").stdout)["runs"][0]["figures"]
+    assert figures["drafter"] == "ngram" and figures["new_tokens"] == 120
+    assert (
+        figures["drafted_tokens"] > 0 and 0 <= figures["acceptance_rate"] <= 1 <= figures["tokens_per_step"]
+    )
+    assert len(figures["acceptance_by_position"]) == 3
+    shown = bench(built, *arguments, *more)
+    assert "tokens a sequence gets from a step" in shown.output and "came true" in shown.output
+    plain = bench(built, *arguments)
+    assert "came true" not in plain.output and plain.exit_code == 0
+
+
 def test_a_file_and_a_server(built: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
@@ -103,6 +121,8 @@ def test_a_file_and_a_server(built: Path, tmp_path: Path) -> None:
         (("--workload", "poisson", "--speed", 4), "--speed means nothing here"),
         (("--workload", "poisson", "--api-key", "x"), "--api-key means nothing here"),
         (("--workload", "burst", "--url", "http://127.0.0.1:9", "--policy", "fair"), "--policy means nothing here"),
+        (("--workload", "burst", "--url", "http://127.0.0.1:9", "--speculate", "ngram"), "--speculate means nothing here"),
+        (("--workload", "burst", "--url", "http://127.0.0.1:9", "--draft-tokens", 4), "--draft-tokens means nothing here"),
         (("--workload", "burst", "--url", "http://127.0.0.1:9"), "cannot be reached"),
         (("--workload", "nowhere.jsonl",), "cannot be read"),
         (("--workload", "burst", "--plot", "x.gif"), "form is not known"),

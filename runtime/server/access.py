@@ -151,6 +151,9 @@ def _job_notes(job: Job, with_prompts: bool) -> dict[str, Any]:
         "generated_tokens": usage["completion_tokens"],
         "finish": [request.finish_reason for request in job.requests],
     }
+    if job.speculates:
+        line["proposed_tokens"] = sum(request.drafted for request in job.requests)
+        line["accepted_tokens"] = sum(request.accepted for request in job.requests)
     if with_prompts:
         line["prompts"] = [prompt.text if prompt.text is not None else prompt.ids for prompt in job.prompts]
         line["outputs"] = [request.output for request in job.requests]

@@ -16,7 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ..figures import Figures, Histogram
-from ..statistics import LoopStatistics
+from ..statistics import LoopStatistics, Speculation
 from .observing import counts
 from .service import Service
 
@@ -128,3 +128,35 @@ def _loop_metrics(seen: LoopStatistics) -> Iterator[Metric]:
         for state in ("used", "cached", "free"):
             pages.add_metric([str(group), state], getattr(counted, state))
     yield pages
+    if seen.speculation is not None:
+        yield _gauge(
+            "speculation_tokens_per_step",
+            "Tokens that a request gets from a step that draws for it, on average",
+            seen.tokens_per_step,
+        )
+        yield from _speculation_metrics(seen.speculation)
+
+
+def _speculation_metrics(seen: Speculation) -> Iterator[Metric]:
+    yield _counter("speculation_proposals", "Proposals that steps have verified", seen.proposals)
+    yield _counter("speculation_proposed_tokens", "Tokens in them", seen.drafted)
+    yield _counter("speculation_accepted_tokens", "Of these, tokens that came true", seen.accepted)
+    for which, text in enumerate(("Proposed", "Accepted")):
+        positions = CounterMetricFamily(
+            f"{_PREFIX}speculation_{text.lower()}_tokens_by_position",
+            f"{text} tokens, by place in their proposal",
+            labels=["position"],
+        )
+        for place, counted in enumerate(seen.by_position, 1):
+            positions.add_metric([str(place)], counted[which])
+        yield positions
+    yield _gauge(
+        "speculation_tokens_per_proposal",
+        "Tokens that a request gets from a step with a proposal, on average",
+        seen.tokens_per_proposal,
+    )
+    yield _counter("speculation_drafting_seconds", "Time of the drafter", seen.drafting_seconds)
+    yield _gauge(
+        "speculation_saved_seconds", "Estimated time that speculation has saved, or lost", seen.saved_seconds
+    )
+    yield _counter("speculation_drafter_failures", "Times that the drafter failed", seen.failures)

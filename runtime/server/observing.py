@@ -55,6 +55,7 @@ async def live_status(service: Service) -> dict[str, Any]:
         "itl_ms": None,
         "preemptions": 0,
         "prefix_hit_rate": None,
+        "speculation": None,
         "kv_groups": [],
         "requests": [],
     }
@@ -85,6 +86,7 @@ def _picture(engine: AsyncEngine) -> dict[str, Any]:
         "token_fill": 0.0 if idle else round(seen.token_fill, 4),
         "preemptions": seen.preemptions,
         "prefix_hit_rate": None if seen.prefix_hit_rate is None else round(seen.prefix_hit_rate, 4),
+        "speculation": _speculation(seen),
         "kv_groups": [
             {
                 "page_size": pages.page_size,
@@ -98,6 +100,22 @@ def _picture(engine: AsyncEngine) -> dict[str, Any]:
         "requests": [
             _request(id_, request, now - since) for id_, request, since in engine.in_flight(_MOST_REQUESTS)
         ],
+    }
+
+
+def _speculation(seen: LoopStatistics) -> dict[str, Any] | None:
+    figures = seen.speculation
+    if figures is None:
+        return None
+    return {
+        "drafter": figures.drafter,
+        "proposed": figures.drafted,
+        "accepted": figures.accepted,
+        "acceptance_rate": round(figures.acceptance_rate, 4) if figures.drafted else None,
+        "acceptance_by_position": [round(share, 4) for share in figures.acceptance_by_position],
+        "tokens_per_step": round(seen.tokens_per_step, 4),
+        "saved_s": round(figures.saved_seconds, 3),
+        "failures": figures.failures,
     }
 
 

@@ -52,6 +52,7 @@ class Job:
     stream: bool
     include_usage: bool
     always_usage: bool
+    speculates: bool = False
     shown: frozenset[int] = frozenset()
     constraint: Demand | None = None  # to be compiled
     extra: dict[str, Any] = field(default_factory=dict)  # what the endpoint itself needs later
@@ -62,16 +63,23 @@ class Job:
         return [prompt.text for prompt in self.prompts for _ in range(self.choices)]
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object: the prompts' tokens counted once each, generated tokens of all choices."""
+        """OpenAI's usage object: the prompts' tokens counted once each, generated and proposed tokens of all choices."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         generated = sum(request.generated for request in self.requests)
         cached = sum(request.cached_tokens for request in self.requests[:: self.choices])
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if self.speculates:
+            accepted = sum(request.accepted for request in self.requests)
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(request.drafted for request in self.requests) - accepted,
+            }
+        return usage
 
     def usage_field(self) -> str:
         """What an event of a stream says of usage, as the end of a JSON object."""
@@ -92,6 +100,7 @@ _SAME_NAME = (
     "min_tokens",
     "ignore_eos",
     "seed",
+    "draft_tokens",
 )
 _FIELDS = (*_SAME_NAME, "max_tokens", "stop", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs")
 
@@ -156,6 +165,7 @@ def make_job(
         stream=bool(body.stream),
         include_usage=usage[0],
         always_usage=usage[1],
+        speculates=engine.loop.speculator is not None,
         shown=shown,
         constraint=constraint,
     )

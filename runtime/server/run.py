@@ -50,6 +50,9 @@ def load_engine(settings: Settings) -> Engine:
         cache_bytes=settings.kv_memory,
         max_context=settings.max_context,
         policy=settings.policy,
+        speculate=settings.speculate,
+        draft_tokens=settings.draft_tokens,
+        draft_rule=settings.draft_rule,
     )
 
 

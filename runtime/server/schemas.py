@@ -71,6 +71,7 @@ class SamplingFields(_Body):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
+    draft_tokens: int | None = None  # of this server: at most so many proposed in a step, 0 for none
     structured_outputs: StructuredOutputs | None = None
 
     # Accepted, not used.

@@ -44,6 +44,9 @@ class Settings:
     max_sequences: int = 32
     threads: int | None = None
     policy: str = "fair"
+    speculate: str | None = None
+    draft_tokens: int | str = "auto"
+    draft_rule: str = "same"
     served_model_name: str | None = None
     weights: str = "mmap"
     api_keys: tuple[str, ...] = ()

@@ -22,6 +22,7 @@ from rich.table import Table
 from enginewright.recipes.errors import EnginewrightError, InputError
 from enginewright.serving import serve
 
+from .speculation_cli import speculation_options
 from .workload_cli import LengthsType, bench_workload, refuse_workload_options, workload_options
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -283,6 +284,7 @@ def inspect(path: str, check: bool, layers: bool, as_json: bool) -> None:
 )
 @_threads
 @_weights
+@speculation_options
 @click.option("--ignore-eos", is_flag=True, help="Go on past end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each prompt.")
 @_reports_errors
@@ -295,6 +297,9 @@ def generate(
     seed: int,
     threads: int | None,
     weights: str,
+    speculate: str | None,
+    draft_tokens: int | str,
+    draft_rule: str,
     ignore_eos: bool,
     as_json: bool,
 ) -> None:
@@ -308,7 +313,14 @@ def generate(
         "chat": chat,
         "ignore_eos": ignore_eos,
     }
-    with load(path, threads=threads, weights=weights) as loaded:
+    with load(
+        path,
+        threads=threads,
+        weights=weights,
+        speculate=speculate,
+        draft_tokens=draft_tokens,
+        draft_rule=draft_rule,
+    ) as loaded:
         if as_json:
             for completion in loaded.generate(list(prompts), **options):
                 click.echo(json.dumps(completion.to_dict(), ensure_ascii=False))
@@ -374,6 +386,7 @@ def _stream(loaded: Any, prompts: list[str], options: dict[str, Any]) -> None:
 )
 @_threads
 @_weights
+@speculation_options
 @workload_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.pass_context
@@ -387,11 +400,16 @@ def bench(
     repeat: int,
     threads: int | None,
     weights: str,
+    speculate: str | None,
+    draft_tokens: int | str,
+    draft_rule: str,
     workload: str | None,
     as_json: bool,
     **_of_workload: Any,
 ) -> None:
     """Measure ENGINE: prefill and decode tokens/s, load time, memory, with the machine's read bandwidth beside.
+
+    What is decoded is made up: with --speculate it shows that speculation works, and not what it is worth on your texts.
 
     With --workload: requests that arrive in time, played in this process or (--url) against a server. A FILE has one JSON
     object a line: {"at": seconds, "prompt_tokens": N, "max_tokens": N}.
@@ -411,6 +429,9 @@ def bench(
         repeat=repeat,
         threads=threads,
         weights=weights,
+        speculate=speculate,
+        draft_tokens=draft_tokens,
+        draft_rule=draft_rule,
     )
     if as_json:
         click.echo(json.dumps(figures, indent=1))

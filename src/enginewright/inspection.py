@@ -314,4 +314,13 @@ def bench_table(figures: dict[str, Any]) -> Table:
     for entry in figures["decode"]:
         rate = f"{entry['tokens_per_second']:,.0f} tokens/s, {entry['step_ms']:.1f} ms a step"
         table.add_row(f"decode, batch {entry['batch']}", rate)
+        if "drafter" in entry:
+            each = f"{entry['tokens_per_step']:.2f} tokens a sequence and step"
+            table.add_row(f"  {entry['drafter']}", f"{each}, {_accepted(entry)}")
     return table
+
+
+def _accepted(entry: dict[str, Any]) -> str:
+    if not entry["drafted_tokens"]:
+        return "nothing proposed"
+    return f"{entry['acceptance_rate']:.0%} of {entry['drafted_tokens']:,} proposed tokens came true"

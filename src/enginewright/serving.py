@@ -14,6 +14,8 @@ import yaml
 from enginewright.recipes.errors import InputError, near_matches
 from enginewright.runtime.policies import POLICIES
 
+from .speculation_cli import SPECULATION
+
 __all__ = ["serve"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
@@ -140,6 +142,7 @@ _OPTIONS = [
         show_default=True,
         help="Whom the scheduler prefers; static and static-drop are for comparison.",
     ),
+    *(_option(name, **settings) for name, settings in SPECULATION.items()),
     _option(
         "--served-model-name",
         metavar="NAME",
@@ -214,12 +217,14 @@ def serve(path: str, api_key: tuple[str, ...], **options: Any) -> None:
             action="pip install 'enginewright[serve]'",
         ) from missing
     from enginewright.backends.artifact import open_engine
+    from enginewright.runtime.drafters import check
 
     if any(not key for key in api_key):
         raise InputError("an API key is empty", action="leave --api-key out to serve without keys")
     if any(key != key.strip() for key in api_key):
         raise InputError("an API key begins or ends with a space", expected="a key that a header can carry")
-    open_engine(path)  # what is wrong with the folder is said before anything listens
+    # What is wrong with the folder, or cannot draft for it, is said before anything listens.
+    check(open_engine(path), options["speculate"], options["draft_tokens"], options["draft_rule"])
     code = run(Settings(engine=Path(path), api_keys=tuple(api_key), **options))
     if code:
         raise SystemExit(code)

@@ -21,7 +21,9 @@ _WORKLOAD_ONLY = (
     "max_batch_tokens", "plot",
 )  # fmt: skip
 _SPEED_ONLY = ("batches", "repeat")
-_IN_PROCESS_ONLY = ("policy", "threads", "weights", "max_sequences", "max_batch_tokens")
+_IN_PROCESS_ONLY = (
+    "policy", "threads", "weights", "speculate", "draft_tokens", "draft_rule", "max_sequences", "max_batch_tokens",
+)  # fmt: skip
 _MADE_UP_ONLY = ("rate", "burst", "seed", "prompt_tokens", "new_tokens")
 
 _OPTIONS = [
@@ -198,6 +200,9 @@ def _in_process(chosen: dict[str, Any], policy: str, arrivals: list[Any], told: 
         weights=chosen["weights"],
         max_sequences=chosen["max_sequences"],
         token_budget=chosen["max_batch_tokens"],
+        speculate=chosen["speculate"],
+        draft_tokens=chosen["draft_tokens"],
+        draft_rule=chosen["draft_rule"],
         **options,
     ) as engine:
         engine.generate([[1] * 8], max_tokens=2, ignore_eos=True)  # first touches of weights and cache

@@ -71,6 +71,8 @@ def workload_table(report: Mapping[str, Any]) -> Table:
     for label, key, form in (
         ("steps", "steps", "{:,}"),
         ("sequences a step", "sequences_per_step", "{:.1f}"),
+        ("tokens a sequence gets from a step", "tokens_per_step", "{:.2f}"),
+        ("proposed tokens that came true", "acceptance_rate", "{:.0%}"),
         ("preemptions", "preemptions", "{}"),
         ("prompt tokens from the prefix cache", "prefix_hit_rate", "{:.0%}"),
         ("cache slots held for nothing", "waste", "{:.1%}"),

@@ -129,13 +129,21 @@ function showRequests(requests, total) {
 function showNumbers(status) {
   get("model").textContent = status.model === status.engine ? status.model : `${status.model} (${status.engine})`;
   document.body.dataset.model = status.model;
-  get("policy").textContent = `policy ${status.policy}`;
+  get("policy").textContent = `policy ${status.policy}${status.speculation ? `, drafts by ${status.speculation.drafter}` : ""}`;
   get("uptime").textContent = `up ${span(status.uptime_s)}`;
   get("running").textContent = `${status.running} of ${status.max_sequences}`;
   get("waiting").textContent = String(status.waiting);
   get("rate").textContent = show(status.tokens_per_second);
   get("hits").textContent = percent(status.prefix_hit_rate) ?? "–";
   get("preemptions").textContent = String(status.preemptions);
+  showSpeculation(status.speculation);
+}
+
+// How much of what was proposed came true, and what a step gives a sequence; nothing where the engine does not speculate.
+function showSpeculation(speculation) {
+  for (const figure of document.querySelectorAll(".speculation")) figure.hidden = !speculation;
+  get("accepted").textContent = percent(speculation?.acceptance_rate) ?? "–";
+  get("each").textContent = speculation ? speculation.tokens_per_step.toFixed(2) : "–";
 }
 
 let charts = [];

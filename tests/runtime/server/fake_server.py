@@ -79,6 +79,7 @@ def status(now: float) -> dict[str, Any]:
         "itl_ms": {"p50": 11 + 2 * wave, "p95": 14 + 9 * wave},
         "preemptions": 2,
         "prefix_hit_rate": 0.42,
+        "speculation": None,
         "kv_groups": groups,
         "requests": requests,
     }

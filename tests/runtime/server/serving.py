@@ -47,10 +47,10 @@ def write_tokenizer(
 
 
 def tiny_engine(
-    folder: Path, executor: FakeExecutor | None = None, max_context: int = 128, **options: Any
+    folder: Path, executor: FakeExecutor | None = None, max_context: int = 128, end: int = 26, **options: Any
 ) -> Engine:
-    """An engine of LETTERS over the fake executor."""
-    model = {"max_context": max_context, "eos_token_ids": [26]}
+    """An engine of LETTERS over the fake executor; `end` is its end-of-sequence token."""
+    model = {"max_context": max_context, "eos_token_ids": [end]}
     manifest = {"model": model, "files": {path.name: {} for path in folder.iterdir()}, "backend": "fake"}
     executor = executor or FakeExecutor(GROUPS, len(LETTERS))
     return Engine(Artifact(folder, manifest), executor, **{"max_sequences": 4, **options})
@@ -136,6 +136,20 @@ def sse(lines: Iterator[str]) -> Iterator[Any]:
     for line in lines:
         if line.startswith("data: "):
             yield line[6:] if line == "data: [DONE]" else json.loads(line[6:])
+
+
+def said(answer: dict[str, Any]) -> dict[str, Any]:
+    """What an answer says, without its id, its time, and the figures that only a server has which speculates."""
+    value: dict[str, Any] = json.loads(json.dumps(answer))
+    for name in ("id", "created", "created_at"):
+        value.pop(name, None)
+    (value.get("usage") or {}).pop("completion_tokens_details", None)
+    for item in value.get("output", []):
+        del item["id"]
+    for choice in value.get("choices", []):
+        for call in choice.get("message", {}).get("tool_calls", []):
+            del call["id"]
+    return value
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> None:

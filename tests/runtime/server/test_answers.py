@@ -260,8 +260,7 @@ def calling(request, tmp_path):
     folder = write_tokenizer(tmp_path, template, list(dict.fromkeys(WORDS)), special=0)
     if request.param == "mistral":
         _make_special(folder, "[TOOL_CALLS]")
-    engine = tiny_engine(folder, Scripted(_script(calls[request.param]), 1, len(set(WORDS))))
-    engine.loop._drawer.eos_token_ids = frozenset({0})
+    engine = tiny_engine(folder, Scripted(_script(calls[request.param]), 1, len(set(WORDS))), end=0)
     with serving(engine) as running:
         yield running
 

@@ -241,6 +241,21 @@ def test_the_live_view_shows_the_status(page: Any, seen: Seen) -> None:
     assert "p50 –" in page.get_by_role("img", name="First token").get_attribute("aria-label")
 
 
+def test_speculation_is_shown_where_there_is_any(page: Any, seen: Seen) -> None:
+    page.get_by_text("connected", exact=True).wait_for()
+    assert page.get_by_text("drafts accepted").is_hidden() and page.get_by_text("tokens a step").is_hidden()
+    assert page.locator("#policy").inner_text() == "policy latency"
+    figures = {"drafter": "ngram", "acceptance_rate": 0.625, "tokens_per_step": 2.5}
+    seen.status = {"speculation": figures}
+    page.get_by_text("policy latency, drafts by ngram").wait_for()
+    assert page.locator("#accepted").inner_text() == "63%" and page.locator("#each").inner_text() == "2.50"
+    seen.status = {"speculation": {**figures, "acceptance_rate": None, "tokens_per_step": 1.0}}
+    page.locator("#accepted", has_text="–").wait_for()
+    assert page.locator("#each").inner_text() == "1.00"
+    seen.status = {}
+    page.get_by_text("drafts accepted").wait_for(state="hidden")
+
+
 def test_every_page_of_the_pool_has_its_colour_on_the_map(page: Any, seen: Seen) -> None:
     states = bytes([3] * 10 + [2] * 20 + [1] * 30 + [0] * 40)
     group = {

@@ -47,7 +47,8 @@ def test_a_conversation_with_smollm2(browser: Browser, tmp_path: Path) -> None:
     engine = engines.built("smollm2", "int4")
     with enginewright.load(engine) as loaded:
         wanted = loaded.generate("What is the capital of France?", max_tokens=24, chat=True)[0]
-    with served(engine, tmp_path / "log") as address, browser.page(address) as page:
+    speculating = ("--speculate", "ngram", "--draft-tokens", "4")
+    with served(engine, tmp_path / "log", *speculating) as address, browser.page(address) as page:
         page.get_by_text("connected", exact=True).wait_for()
         set_up(page, temperature="0", max_tokens="24")
         say(page, "What is the capital of France?")
@@ -60,6 +61,8 @@ def test_a_conversation_with_smollm2(browser: Browser, tmp_path: Path) -> None:
         # The first turn's pages are known when the second comes; the live view tells so.
         page.locator("#hits", has_text=re.compile(r"[1-9]\d*(\.\d)?%")).wait_for()
         assert re.fullmatch(r"0 of \d+", page.locator("#running").inner_text())
+        assert "drafts by ngram" in page.locator("#policy").inner_text()
+        assert re.fullmatch(r"[1-4]\.\d\d", page.locator("#each").inner_text())
 
 
 def test_a_stopped_answer_frees_its_pages(browser: Browser, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.runtime.server.serving import sse
+from tests.runtime.server.serving import said, sse
 
 pytest.importorskip("torch")
 from tests import engines
@@ -170,6 +170,50 @@ def test_answers_are_those_of_the_engine(server):
         assert answer["logprobs"]["token_logprobs"] == alone.logprobs
 
 
+def test_a_speculating_server_says_the_same_and_tells_clients(server):
+    openai = pytest.importorskip("openai")
+    quoted = "Say this three times: the quick brown fox jumps over the lazy dog."
+    chat = {"model": "smol", "messages": [{"role": "user", "content": quoted}], "max_completion_tokens": 60}
+    schema = {"type": "object", "properties": {"fox": {"enum": ["quick brown fox"]}}, "required": ["fox"]}
+    bodies = [
+        ("chat/completions", {**chat, "temperature": 0, "logprobs": True, "top_logprobs": 3}),
+        ("chat/completions", {**chat, "temperature": 0.8, "seed": 3, "n": 3, "stop": ["lazy dog"]}),
+        (
+            "chat/completions",
+            {
+                **chat,
+                "temperature": 0.8,
+                "seed": 1,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+            },
+        ),
+        ("completions", {"prompt": quoted * 3, "max_tokens": 60, "echo": True, "logprobs": 2, "seed": 9}),
+        ("responses", {"input": quoted, "max_output_tokens": 40, "temperature": 0}),
+    ]
+    options = ("--served-model-name", "smol", "--max-context", "512", "--speculate", "ngram")
+    with started(*options, "--draft-tokens", "6") as fast:
+        fast.ready()
+        for path, body in bodies:
+            answers = [
+                httpx.post(f"{url}/v1/{path}", json=body, timeout=60) for url in (server.url, fast.url)
+            ]
+            assert answers[0].status_code == answers[1].status_code == 200, answers[1].text
+            plain, speculated = (said(answer.json()) for answer in answers)
+            for value in (plain, speculated):  # the first server has seen prompts that begin alike
+                value["usage"].pop("prompt_tokens_details", value["usage"].pop("input_tokens_details", None))
+            assert speculated == plain
+        with openai.OpenAI(base_url=fast.url + "/v1", api_key="none", max_retries=0) as client:
+            plain = client.chat.completions.create(**chat, temperature=0)
+            *_, last = client.chat.completions.create(
+                **chat, temperature=0, stream=True, stream_options={"include_usage": True}
+            )
+            assert last.usage.completion_tokens == plain.usage.completion_tokens
+            for usage in (plain.usage, last.usage):
+                assert usage.completion_tokens_details.accepted_prediction_tokens > 0
+                assert usage.completion_tokens_details.rejected_prediction_tokens >= 0
+        assert fast.end(signal.SIGTERM) == 0
+
+
 # ------------------------------------------------------------------------------------------------- signals
 
 
@@ -255,9 +299,13 @@ def test_sigint_while_it_loads():
 def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path: Path):
     config = tmp_path / "serve.yaml"
     config.write_text(
-        "served-model-name: file\nmax_sequences: 3\nmax-context: 300\napi-key: [one, two]\nkv-memory: 64MiB\n"
+        "served-model-name: file\nmax_sequences: 3\nmax-context: 300\nspeculate: ngram\napi-key: [one, two]\nkv-memory: 64MiB\n"
     )
-    environment = {"ENGINEWRIGHT_MAX_SEQUENCES": "5", "ENGINEWRIGHT_MAX_CONTEXT": "400"}
+    environment = {
+        "ENGINEWRIGHT_MAX_SEQUENCES": "5",
+        "ENGINEWRIGHT_MAX_CONTEXT": "400",
+        "ENGINEWRIGHT_DRAFT_TOKENS": "3",
+    }
     with started("--config", str(config), "--max-context", "200", **environment) as running:
         running.ready()
         headers = {"Authorization": "Bearer two"}
@@ -265,6 +313,14 @@ def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path: 
         status = httpx.get(running.url + "/status", headers=headers).json()
         (model,) = httpx.get(running.url + "/v1/models", headers=headers).json()["data"]
         assert (status["model"], status["max_sequences"], model["max_model_len"]) == ("file", 5, 200)
+        assert status["speculation"]["drafter"] == "ngram"
+        body = {"prompt": "1 2 3 1 2 3 1 2 3", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        httpx.post(running.url + "/v1/completions", json=body, headers=headers).raise_for_status()
+        status = httpx.get(running.url + "/status", headers=headers).json()
+        assert (
+            status["speculation"]["accepted"] > 0
+            and len(status["speculation"]["acceptance_by_position"]) == 3
+        )
         assert running.end(signal.SIGTERM) == 0
 
 
@@ -272,6 +328,8 @@ def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path: 
     ("options", "says"),
     [
         (["--policy", "best"], "policy"),
+        (["--speculate", "ngrams"], "did you mean ngram"),
+        (["--draft-tokens", "3"], "means nothing without speculation"),
         (["--max-context", "99999999"], "max_context"),
         (["--kv-memory", "lots"], "no size"),
         (["--kv-memory", "1KiB"], "room for nothing"),
