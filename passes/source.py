@@ -166,8 +166,12 @@ class ModelSource:
 
 
 def _gguf(path: Path) -> Source:
-    from enginewright.passes.gguf import GgufSource
-
+    try:
+        from enginewright.passes.gguf import GgufSource
+    except ModuleNotFoundError as missing:
+        raise InputError(
+            f"reading {path} needs the package {missing.name!r}", action="pip install gguf"
+        ) from missing
     return GgufSource(path)
 
 

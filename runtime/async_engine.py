@@ -1,6 +1,6 @@
 """The engine for asyncio: one thread steps the loop, any number of tasks wait for their text.
 
-    async with AsyncEngine(load("engines/smollm2-int4")) as engine:
+    async with AsyncEngine(load("engines/smollm2-135m-int4")) as engine:
         stream = await engine.generate("The capital of France is", max_tokens=16)
         async for delta in stream:
             print(delta.text, end="")

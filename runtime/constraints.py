@@ -216,7 +216,7 @@ def _library() -> Any:
         return importlib.import_module("llguidance")
     except ImportError:
         raise RequestError(
-            "constraints need llguidance, which is not installed", action="pip install 'enginewright[serve]'"
+            "constraints need llguidance, which is not installed", action="pip install llguidance"
         ) from None
 
 

@@ -1,6 +1,6 @@
 """The engine as a Python object: load a folder, generate, stream, or score given tokens.
 
-    with load("engines/smollm2-int4") as engine:
+    with load("engines/smollm2-135m-int4") as engine:
         for completion in engine.generate(["The capital of France is", "2 + 2 ="], max_tokens=16):
             print(completion.text)
 

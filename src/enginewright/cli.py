@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+import enginewright
 from enginewright.recipes.errors import EnginewrightError, InputError
 from enginewright.serving import serve
 
@@ -170,14 +171,7 @@ def optimize(
     from enginewright.inspection import build_tables, print_tables
     from enginewright.progress import Progress
 
-    try:
-        from enginewright.build import optimize as build
-    except ModuleNotFoundError as missing:
-        raise InputError(
-            f"building an engine needs the package {missing.name!r}",
-            action="pip install 'enginewright[optimize]' (serving an engine does not need it)",
-        ) from missing
-    built = build(
+    built = enginewright.optimize(
         model,
         recipe=recipe,
         out=output,

@@ -211,7 +211,7 @@ def serve(path: str, api_key: tuple[str, ...], **options: Any) -> None:
     except ModuleNotFoundError as missing:
         raise InputError(
             f"serving over HTTP needs the package {missing.name!r}",
-            action="pip install 'enginewright[serve]'",
+            action="pip install fastapi uvicorn prometheus-client llguidance httptools uvloop",
         ) from missing
     from enginewright.backends.artifact import open_engine
 
