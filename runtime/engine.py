@@ -31,7 +31,8 @@ from .constraints import Constraint, ConstraintCompiler, Grammar
 from .draft_engine import EngineDrafter
 from .facts import cache_identity, end_tokens, longest_context
 from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
-from .memory import DEFAULT_CACHE_BYTES, plan_pages
+from .memory import DEFAULT_CACHE_BYTES, longest_sequence, machine_memory, page_bytes, plan_pages
+from .memory import cache_tokens as tokens_held
 from .pages import GroupSpec
 from .policies import get_policy
 from .request import Completion, Request, SamplingOptions, check_token_ids, derived_seed
@@ -133,7 +134,11 @@ def load(
 
 
 class Engine:
-    """A loaded engine. Use it in a `with` block, or call `close`. `threads` and `weights` are for an engine that drafts."""
+    """A loaded engine. Use it in a `with` block, or call `close`. `threads` and `weights` are for an engine that drafts.
+
+    `max_context`: tokens of a sequence at most. `cache_tokens`: tokens that the key/value cache holds, of all sequences.
+    `longest`: tokens of a sequence that the cache can hold, no more than max_context.
+    """
 
     def __init__(
         self,
@@ -169,14 +174,25 @@ class Engine:
         self.max_context: int = max_context or longest
         self.tokenizer = Tokenizer(artifact.path) if "tokenizer.json" in artifact else None
         token_budget = max(token_budget, max_sequences)
+        chunk = min(chunk_size or token_budget, token_budget)
         pages = plan_pages(
             executor.kv_groups,
             max_context=self.max_context,
             max_sequences=max_sequences,
-            chunk=min(chunk_size or token_budget, token_budget),
+            chunk=chunk,
             tokens=cache_tokens,
             limit_bytes=cache_bytes or DEFAULT_CACHE_BYTES,
         )
+        self.cache_tokens = tokens_held(executor.kv_groups, pages)
+        self.longest = longest_sequence(executor.kv_groups, pages, max_context=self.max_context, chunk=chunk)
+        taken, memory = page_bytes(executor.kv_groups, pages), machine_memory()
+        if memory is not None and taken > memory:
+            _log.warning(
+                "the key/value cache is larger than the memory: it takes %.1f of %.1f GiB when it fills "
+                "(cache_bytes, --kv-memory)",
+                taken / 2**30,
+                memory / 2**30,
+            )
         self.loop = EngineLoop(
             executor,
             [GroupSpec(group.window, group.page_size) for group in executor.kv_groups],

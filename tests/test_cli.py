@@ -125,8 +125,10 @@ def test_list_recipes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["/no/such/model"], ["/no/such/model"]),
-        (["some-org/some-model"], ["network"]),
+        (["/no/such/model"], ["no such folder or file: /no/such/model", "Hugging Face folder"]),
+        (["models/no-such-model"], ["no such folder or file: models/no-such-model"]),
+        (["{model}x"], ["no such folder or file", "did you mean {model}?"]),
+        (["some-org/some-model"], ["no such folder or file: some-org/some-model", "network"]),
         (["{model}", "--recipe", "int5"], ["int5", "int4"]),
         (["{model}", "--set", "linear.wieght=int8"], ["wieght", "weight"]),
         (["{model}", "--set", "linear.weight=int5"], ["int5"]),
@@ -137,6 +139,7 @@ def test_list_recipes() -> None:
 )
 def test_bad_input_is_refused(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     filled = [argument.format(model=folder("llama"), learned=folder("gpt2")) for argument in arguments]
+    words = [word.format(model=folder("llama")) for word in words]
     refused(run_optimize(*filled, "-o", tmp_path / "engine"), *words)
     nothing_left(tmp_path)
 

@@ -56,7 +56,14 @@ def test_a_terminal_shows_what_the_stage_is_at_at_once(monkeypatch: pytest.Monke
 
 def test_a_calibrated_build_tells_place_and_time_left(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
-    small = ("--set", "calibration.samples=3", "--set", "calibration.length=40", "--set", "linear.weight=int4_g16")
+    small = (
+        "--set",
+        "calibration.samples=3",
+        "--set",
+        "calibration.length=40",
+        "--set",
+        "linear.weight=int4_g16",
+    )
     result = run_optimize(folder("llama"), "--recipe", "int4-gptq", *small, "-o", tmp_path / "engine")
     assert "tokens written by the model" in result.output and "calibrate …" in result.output, result.output
     assert "passes … model.layers." in result.output and "s left" in result.output

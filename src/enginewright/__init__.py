@@ -27,7 +27,7 @@ def _refusing(missing: ModuleNotFoundError) -> Any:
     def optimize(*_args: Any, **_options: Any) -> Any:
         raise InputError(
             f"building an engine needs the package {missing.name!r}",
-            action="pip install 'torch>=2.9' 'transformers>=5' gguf sentencepiece protobuf (running an engine needs none of them)",
+            action="pip install 'torch>=2.9' 'transformers>=5' gguf sentencepiece protobuf (running one needs none of them)",
         ) from missing
 
     return optimize
