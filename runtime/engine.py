@@ -497,7 +497,8 @@ def _options(**values: Any) -> SamplingOptions:
             likely = near_matches(name, names)
             raise RequestError(
                 f"there is no sampling option {name}",
-                action=f"did you mean {likely[0]}?" if likely else "see SamplingOptions",
+                expected=None if likely else ", ".join(names),
+                action=f"did you mean {likely[0]}?" if likely else None,
             )
     return SamplingOptions(**values)
 
