@@ -38,7 +38,7 @@ from .policies import get_policy
 from .request import Completion, Request, SamplingOptions, check_token_ids, derived_seed
 from .text import Tokenizer
 
-__all__ = ["Engine", "TextDelta", "load"]
+__all__ = ["Engine", "TextDelta", "load", "sampling_options"]
 
 Prompts = str | Sequence[Any]
 
@@ -282,7 +282,7 @@ class Engine:
         ends alone: with errors="raise" its error is raised when the others are done, with errors="return" it
         is in its Completion, as is that of a prompt which could not be served at all.
         """
-        options = _options(max_tokens=max_tokens, temperature=temperature, **sampling)
+        options = sampling_options(max_tokens=max_tokens, temperature=temperature, **sampling)
         if errors not in ("raise", "return"):
             raise RequestError(
                 "errors cannot be handled that way", found=repr(errors), expected="'raise' or 'return'"
@@ -312,7 +312,7 @@ class Engine:
         The deltas of a prompt add up to its Completion's text. Closing the iterator aborts what is
         unfinished. A prompt that fails while it is computed ends with finish_reason "error".
         """
-        options = _options(max_tokens=max_tokens, temperature=temperature, **sampling)
+        options = sampling_options(max_tokens=max_tokens, temperature=temperature, **sampling)
         return self._drive(self._answers(prompts, options, n, seed, chat, chat_options, "raise"))
 
     def _answers(
@@ -489,8 +489,8 @@ class Engine:
         return [_joined(request) for request in requests]
 
 
-def _options(**values: Any) -> SamplingOptions:
-    """Options of all prompts of a call, but for the seed; SamplingOptions checks each."""
+def sampling_options(**values: Any) -> SamplingOptions:
+    """Options by name; a name that is none is a RequestError. SamplingOptions checks each value."""
     names = [option.name for option in fields(SamplingOptions)]
     for name in values:
         if name not in names:
