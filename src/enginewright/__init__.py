@@ -41,6 +41,8 @@ def __getattr__(name: str) -> Any:
 
             from enginewright.build import optimize
         except ModuleNotFoundError as missing:
+            if (missing.name or "").partition(".")[0] == __name__:  # our own native module was not built
+                raise
             return _refusing(missing)
         return optimize
     if name == "load":

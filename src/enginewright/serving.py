@@ -101,9 +101,9 @@ class _Option(click.Option):
                 ParameterSource.ENVIRONMENT: f"in {self.envvar}",
                 ParameterSource.DEFAULT_MAP: "in --config",
             }
-            if source in places:
-                error.message = f"{error.message} ({places[source]})"
-            raise
+            if source not in places:
+                raise
+            raise click.BadParameter(f"{error.message} ({places[source]})", ctx=ctx, param=self) from None
 
 
 def _option(name: str, *more: str, **settings: Any) -> Any:
