@@ -77,7 +77,7 @@ def plan_draft_pages(
     limit = limit_bytes or DEFAULT_CACHE_BYTES
     most = max_sequences * max_context
     pages = _pages(groups, min(tokens, most), max_sequences, chunk)
-    if _bytes(groups, pages) <= limit:
+    if page_bytes(groups, pages) <= limit:
         return pages
     return plan_pages(
         groups,
