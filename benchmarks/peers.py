@@ -1,6 +1,6 @@
 """Speed beside llama.cpp and OpenVINO GenAI on the same machine, model and work, alternating in one run.
 
-    python benchmarks/peers.py --model models/smollm2-135m --engine engines/smollm2-int4 \
+    python benchmarks/peers.py --model models/smollm2-135m --engine engines/smollm2-135m-int4 \
         --llama-bench PATH/llama-bench --llama-model Q4_0.gguf \
         --openvino-python VENV/bin/python --openvino-model FOLDER [--rounds 3] [--json FILE]
 

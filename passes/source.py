@@ -19,7 +19,7 @@ from typing import Any
 from enginewright.passes.adapter import Adapter
 from enginewright.passes.checkpoint import HuggingFaceFolder, Source
 from enginewright.passes.weights import Weight
-from enginewright.recipes.errors import InputError
+from enginewright.recipes.errors import InputError, near_matches
 
 __all__ = ["ModelSource", "open_source"]
 
@@ -166,8 +166,12 @@ class ModelSource:
 
 
 def _gguf(path: Path) -> Source:
-    from enginewright.passes.gguf import GgufSource
-
+    try:
+        from enginewright.passes.gguf import GgufSource
+    except ModuleNotFoundError as missing:
+        raise InputError(
+            f"reading {path} needs the package {missing.name!r}", action="pip install gguf"
+        ) from missing
     return GgufSource(path)
 
 
@@ -211,15 +215,17 @@ def _require_causal(config: Any, path: Path) -> None:
 
 
 def _from_hub(name: str) -> Path:
-    """Download a model by hub name where that is allowed, and return its folder."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".") or name.endswith(".gguf"):
-        raise InputError(f"there is no model at {name}", action="give a Hugging Face folder or a .gguf file")
+    """Download a model by hub name where that is allowed, and return its folder. A path's name is no hub name."""
+    missing = f"there is no such folder or file: {name}"
+    hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith((".", "models/"))
+    if not hub_name or name.endswith(".gguf"):
+        raise InputError(missing, action=_advice(Path(name).expanduser()))
     offline = next((key for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(key)), None)
     if offline:
         raise InputError(
-            f"there is no model at {name}",
-            found=f"no such path, and as a hub name it needs a network ({offline} is set)",
-            action=f"give the path of a local folder or .gguf file, or unset {offline}",
+            missing,
+            found=f"as a hub name it needs a network ({offline} is set)",
+            action=f"{_advice(Path(name))} For a hub name: unset {offline}",
         )
     try:
         from huggingface_hub import snapshot_download
@@ -227,12 +233,21 @@ def _from_hub(name: str) -> Path:
         wanted = ["*.json", "*.safetensors", "*.model", "*.jinja"]
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:
-        said = (str(error) or repr(error)).splitlines()[0]
+        said = (str(error) or repr(error)).splitlines()[0].removeprefix("Got: ")
         raise InputError(
-            f"there is no model at {name}",
-            found=f"no such path, and the hub did not give it: {said}",
-            action="give the path of a local folder or .gguf file",
+            missing, found=f"the hub did not give a model of this name: {said}", action=_advice(Path(name))
         ) from error
+
+
+def _advice(path: Path) -> str:
+    """What stands beside a path that does not exist and looks like it; else what a model is."""
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    likely = near_matches(path.name, beside, 1)
+    return (
+        f"did you mean {path.parent / likely[0]}?"
+        if likely
+        else "give a Hugging Face folder or a .gguf file."
+    )
 
 
 def _is_on(variable: str) -> bool:

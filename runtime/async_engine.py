@@ -1,6 +1,6 @@
 """The engine for asyncio: one thread steps the loop, any number of tasks wait for their text.
 
-    async with AsyncEngine(load("engines/smollm2-int4")) as engine:
+    async with AsyncEngine(load("engines/smollm2-135m-int4")) as engine:
         stream = await engine.generate("The capital of France is", max_tokens=16)
         async for delta in stream:
             print(delta.text, end="")
@@ -28,10 +28,10 @@ from typing import Any, TypeVar
 from enginewright.recipes.errors import RequestError
 
 from .answer import Answer
-from .engine import Engine
+from .engine import Engine, sampling_options
 from .figures import Figures
 from .loop import FINISH_ABORT, FINISH_ERROR, FINISH_STOP
-from .request import Request, SamplingOptions
+from .request import Request
 from .streams import Delta, Stream
 
 __all__ = ["AsyncEngine", "Delta", "EngineDied", "Overloaded", "Stream"]
@@ -147,11 +147,14 @@ class AsyncEngine:
     ) -> Stream:
         """Answer one prompt (text, token ids, or with `chat` a message or a conversation); options as in SamplingOptions.
 
-        RequestError when it cannot be served. Encoding is done in another thread.
+        RequestError when it cannot be served. Texts are encoded, and constraints compiled, in other threads.
         """
-        wanted = SamplingOptions(max_tokens=max_tokens, **options)
+        wanted = sampling_options(max_tokens=max_tokens, **options)
         text, ids = await asyncio.to_thread(self.engine.encode, prompt, chat, chat_options)
-        request = Request(ids, self.engine.stop_at_special_tokens(wanted))
+        grammar = None
+        if wanted.constraint is not None:
+            grammar = await asyncio.to_thread(self.engine.compile, wanted.constraint)
+        request = Request(ids, self.engine.stop_at_special_tokens(wanted), grammar=grammar)
         return await self.submit([request], texts=[text])
 
     async def submit(

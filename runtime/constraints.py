@@ -46,7 +46,8 @@ Result = TypeVar("Result")
 class Constraint:
     """A constraint as the client gave it: make one with the functions below. Nothing is compiled yet.
 
-    `kind`: "json_schema", "json_object", "regex" or "lark". `text`: the schema as JSON, the expression, the grammar.
+    `kind`: "json_schema", "json_object", "regex", "lark" or "choice". `text`: the schema as JSON, the expression, the grammar,
+    the list of texts as JSON.
     """
 
     kind: str
@@ -84,6 +85,17 @@ class Constraint:
     def lark(cls, grammar: str) -> Constraint:
         """The text is a sentence of `grammar`, in llguidance's variant of Lark's notation."""
         return cls("lark", _bounded("the grammar", grammar))
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Constraint:
+        """The text is one of `texts`."""
+        if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
+            raise RequestError(
+                "the choice cannot be used",
+                found=repr(texts)[:80],
+                expected="a list of texts that are not empty",
+            )
+        return cls("choice", _bounded("the choice", json.dumps(list(texts), ensure_ascii=False)))
 
 
 def _bounded(name: str, text: Any) -> str:
@@ -208,6 +220,7 @@ _NAMES = {
     "json_object": "the JSON object",
     "regex": "the regular expression",
     "lark": "the grammar",
+    "choice": "the choice",
 }
 
 
@@ -216,7 +229,7 @@ def _library() -> Any:
         return importlib.import_module("llguidance")
     except ImportError:
         raise RequestError(
-            "constraints need llguidance, which is not installed", action="pip install 'enginewright[serve]'"
+            "constraints need llguidance, which is not installed", action="pip install llguidance"
         ) from None
 
 
@@ -227,6 +240,9 @@ def _grammar_text(matcher: Any, constraint: Constraint) -> str:
         text = matcher.grammar_from_regex(constraint.text)
     elif constraint.kind == "lark":
         text = matcher.grammar_from_lark(constraint.text)
+    elif constraint.kind == "choice":
+        literals = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(constraint.text))
+        text = matcher.grammar_from_lark(f"start: {' | '.join(literals)}")
     else:
         schema = json.loads(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
         if schema is False:

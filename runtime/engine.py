@@ -1,6 +1,6 @@
 """The engine as a Python object: load a folder, generate, stream, or score given tokens.
 
-    with load("engines/smollm2-int4") as engine:
+    with load("engines/smollm2-135m-int4") as engine:
         for completion in engine.generate(["The capital of France is", "2 + 2 ="], max_tokens=16):
             print(completion.text)
 
@@ -31,13 +31,14 @@ from .constraints import Constraint, ConstraintCompiler, Grammar
 from .draft_engine import EngineDrafter
 from .facts import cache_identity, end_tokens, longest_context
 from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
-from .memory import DEFAULT_CACHE_BYTES, plan_pages
+from .memory import DEFAULT_CACHE_BYTES, longest_sequence, machine_memory, page_bytes, plan_pages
+from .memory import cache_tokens as tokens_held
 from .pages import GroupSpec
 from .policies import get_policy
 from .request import Completion, Request, SamplingOptions, check_token_ids, derived_seed
 from .text import Tokenizer
 
-__all__ = ["Engine", "TextDelta", "load"]
+__all__ = ["Engine", "TextDelta", "load", "sampling_options"]
 
 Prompts = str | Sequence[Any]
 
@@ -133,7 +134,11 @@ def load(
 
 
 class Engine:
-    """A loaded engine. Use it in a `with` block, or call `close`. `threads` and `weights` are for an engine that drafts."""
+    """A loaded engine. Use it in a `with` block, or call `close`. `threads` and `weights` are for an engine that drafts.
+
+    `max_context`: tokens of a sequence at most. `cache_tokens`: tokens that the key/value cache holds, of all sequences.
+    `longest`: tokens of a sequence that the cache can hold, no more than max_context.
+    """
 
     def __init__(
         self,
@@ -169,14 +174,25 @@ class Engine:
         self.max_context: int = max_context or longest
         self.tokenizer = Tokenizer(artifact.path) if "tokenizer.json" in artifact else None
         token_budget = max(token_budget, max_sequences)
+        chunk = min(chunk_size or token_budget, token_budget)
         pages = plan_pages(
             executor.kv_groups,
             max_context=self.max_context,
             max_sequences=max_sequences,
-            chunk=min(chunk_size or token_budget, token_budget),
+            chunk=chunk,
             tokens=cache_tokens,
             limit_bytes=cache_bytes or DEFAULT_CACHE_BYTES,
         )
+        self.cache_tokens = tokens_held(executor.kv_groups, pages)
+        self.longest = longest_sequence(executor.kv_groups, pages, max_context=self.max_context, chunk=chunk)
+        taken, memory = page_bytes(executor.kv_groups, pages), machine_memory()
+        if memory is not None and taken > memory:
+            _log.warning(
+                "the key/value cache is larger than the memory: it takes %.1f of %.1f GiB when it fills "
+                "(cache_bytes, --kv-memory)",
+                taken / 2**30,
+                memory / 2**30,
+            )
         self.loop = EngineLoop(
             executor,
             [GroupSpec(group.window, group.page_size) for group in executor.kv_groups],
@@ -266,7 +282,7 @@ class Engine:
         ends alone: with errors="raise" its error is raised when the others are done, with errors="return" it
         is in its Completion, as is that of a prompt which could not be served at all.
         """
-        options = _options(max_tokens=max_tokens, temperature=temperature, **sampling)
+        options = sampling_options(max_tokens=max_tokens, temperature=temperature, **sampling)
         if errors not in ("raise", "return"):
             raise RequestError(
                 "errors cannot be handled that way", found=repr(errors), expected="'raise' or 'return'"
@@ -296,7 +312,7 @@ class Engine:
         The deltas of a prompt add up to its Completion's text. Closing the iterator aborts what is
         unfinished. A prompt that fails while it is computed ends with finish_reason "error".
         """
-        options = _options(max_tokens=max_tokens, temperature=temperature, **sampling)
+        options = sampling_options(max_tokens=max_tokens, temperature=temperature, **sampling)
         return self._drive(self._answers(prompts, options, n, seed, chat, chat_options, "raise"))
 
     def _answers(
@@ -473,15 +489,16 @@ class Engine:
         return [_joined(request) for request in requests]
 
 
-def _options(**values: Any) -> SamplingOptions:
-    """Options of all prompts of a call, but for the seed; SamplingOptions checks each."""
+def sampling_options(**values: Any) -> SamplingOptions:
+    """Options by name; a name that is none is a RequestError. SamplingOptions checks each value."""
     names = [option.name for option in fields(SamplingOptions)]
     for name in values:
         if name not in names:
             likely = near_matches(name, names)
             raise RequestError(
                 f"there is no sampling option {name}",
-                action=f"did you mean {likely[0]}?" if likely else "see SamplingOptions",
+                expected=None if likely else ", ".join(names),
+                action=f"did you mean {likely[0]}?" if likely else None,
             )
     return SamplingOptions(**values)
 

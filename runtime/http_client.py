@@ -96,7 +96,11 @@ async def _asked(target: Target, method: str, path: str, body: bytes) -> AsyncIt
         lines = _lines(_chunks(reader) if chunked else _rest(reader))
         if status != 200:
             text = b"\n".join([line async for line in lines]).decode("utf-8", "replace")
-            raise HttpError(f"the server refused {method} {path}", found=f"status {status}: {text[:400]}")
+            raise HttpError(
+                f"the server refused {method} {path}",
+                found=f"status {status}: {text[:400]}",
+                action="--api-key KEY" if status == 401 else None,
+            )
         yield lines
     finally:
         writer.close()

@@ -1,15 +1,26 @@
-"""How many pages each KV group gets."""
+"""How many pages each KV group gets, and what they hold."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from enginewright.backends.base import KvGroupInfo
 from enginewright.recipes.errors import InputError
 
 from .pages import GroupSpec, pages_to_hold
 
-__all__ = ["DEFAULT_CACHE_BYTES", "plan_draft_pages", "plan_pages"]
+__all__ = [
+    "DEFAULT_CACHE_BYTES",
+    "cache_tokens",
+    "longest_sequence",
+    "machine_memory",
+    "page_bytes",
+    "plan_draft_pages",
+    "plan_pages",
+]
 
 DEFAULT_CACHE_BYTES = 1 << 30
 
@@ -36,10 +47,10 @@ def plan_pages(
         low, high = 1, wanted  # the most tokens that fit
         while low < high:
             middle = (low + high + 1) // 2
-            fits = _bytes(groups, _pages(groups, middle, max_sequences, chunk)) <= limit_bytes
+            fits = page_bytes(groups, _pages(groups, middle, max_sequences, chunk)) <= limit_bytes
             low, high = (middle, high) if fits else (low, middle - 1)
         wanted = low
-        needed = _bytes(groups, _pages(groups, wanted, max_sequences, chunk))
+        needed = page_bytes(groups, _pages(groups, wanted, max_sequences, chunk))
         if needed > limit_bytes:
             raise InputError(
                 "the key/value cache has room for nothing",
@@ -66,7 +77,7 @@ def plan_draft_pages(
     limit = limit_bytes or DEFAULT_CACHE_BYTES
     most = max_sequences * max_context
     pages = _pages(groups, min(tokens, most), max_sequences, chunk)
-    if _bytes(groups, pages) <= limit:
+    if page_bytes(groups, pages) <= limit:
         return pages
     return plan_pages(
         groups,
@@ -88,5 +99,36 @@ def _pages(groups: Sequence[KvGroupInfo], tokens: int, max_sequences: int, chunk
     return counts
 
 
-def _bytes(groups: Sequence[KvGroupInfo], pages: Sequence[int]) -> int:
+def page_bytes(groups: Sequence[KvGroupInfo], pages: Sequence[int]) -> int:
+    """Return the bytes of so many pages of each group."""
     return sum(count * group.page_bytes for group, count in zip(groups, pages, strict=True))
+
+
+def cache_tokens(groups: Sequence[KvGroupInfo], pages: Sequence[int]) -> int:
+    """Return the tokens that all sequences together can hold: those of the groups that keep every token."""
+    slots = [(group.window, count * group.page_size) for group, count in zip(groups, pages, strict=True)]
+    return min(
+        (count for window, count in slots if not window), default=min((n for _, n in slots), default=0)
+    )
+
+
+def longest_sequence(
+    groups: Sequence[KvGroupInfo], pages: Sequence[int], *, max_context: int, chunk: int
+) -> int:
+    """Return the tokens that one sequence alone can hold, at most `max_context`. `chunk` as for `plan_pages`."""
+    longest = max_context
+    for group, count in zip(groups, pages, strict=True):
+        if pages_to_hold(GroupSpec(group.window, group.page_size), max_context, chunk) > count:
+            longest = min(longest, count * group.page_size)
+    return longest
+
+
+def machine_memory() -> int | None:
+    """Return the bytes of memory that this process may use: the machine's, or its container's; None where nobody says."""
+    known = []
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        known.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            known.append(int(Path(file).read_text()))  # "max" where there is no limit
+    return min((count for count in known if count > 0), default=None)

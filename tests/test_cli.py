@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import enginewright
 from enginewright.backends.artifact import open_engine
 from enginewright.cli import engine, optimize
 from enginewright.recipes.errors import EnginewrightError
+from tests import engines
 from tests.passes.architectures import folder, save
 
 
@@ -57,6 +59,7 @@ def test_optimize_inspect_generate(built: Path) -> None:
     assert shown.exit_code == 0, shown.output
     for word in ("llama", "fp32", "insert_paged_kv", "passed", "weights.bin"):
         assert word in shown.output
+    assert re.search(r"runs on +cpu$", shown.output, re.MULTILINE)
     text = run_engine("generate", built, "w5 w6 w7", "--max-tokens", 5, "--ignore-eos")
     assert text.exit_code == 0, text.output
     lines = run_engine(
@@ -169,8 +172,10 @@ def test_list_recipes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["/no/such/model"], ["/no/such/model"]),
-        (["some-org/some-model"], ["network"]),
+        (["/no/such/model"], ["no such folder or file: /no/such/model", "Hugging Face folder"]),
+        (["models/no-such-model"], ["no such folder or file: models/no-such-model"]),
+        (["{model}x"], ["no such folder or file", "did you mean {model}?"]),
+        (["some-org/some-model"], ["no such folder or file: some-org/some-model", "network"]),
         (["{model}", "--recipe", "int5"], ["int5", "int4"]),
         (["{model}", "--set", "linear.wieght=int8"], ["wieght", "weight"]),
         (["{model}", "--set", "linear.weight=int5"], ["int5"]),
@@ -181,6 +186,7 @@ def test_list_recipes() -> None:
 )
 def test_bad_input_is_refused(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     filled = [argument.format(model=folder("llama"), learned=folder("gpt2")) for argument in arguments]
+    words = [word.format(model=folder("llama")) for word in words]
     refused(run_optimize(*filled, "-o", tmp_path / "engine"), *words)
     nothing_left(tmp_path)
 
@@ -336,6 +342,26 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
         nothing_left(small)
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+def test_generate_draws_and_stops_as_it_is_told() -> None:
+    folder = engines.built("smollm2", "int4")
+    message = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
+    options = {"temperature": 1.5, "top_p": 0.9, "top_k": 30, "min_p": 0.02, "seed": 3, "max_tokens": 30}
+    with enginewright.load(folder) as loaded:
+        wanted = loaded.generate([message], chat=True, **options)[0]
+        plain = loaded.generate([message], chat=True, temperature=1.5, seed=3, max_tokens=30)[0]
+    assert wanted.token_ids != plain.token_ids
+    given = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", value)]
+    asked = ("generate", folder, "Name a colour.", "--chat", "--system", "Be brief.", *given)
+    (line,) = run_engine(*asked, "--json").output.splitlines()
+    assert json.loads(line)["token_ids"] == wanted.token_ids
+    assert json.loads(line)["prompt_token_ids"] == wanted.prompt_token_ids
+    assert run_engine(*asked).output == wanted.text + "\n"
+    middle = wanted.text[len(wanted.text) // 2 :][:4]
+    cut = run_engine(*asked, "--stop", "no such text", "--stop", middle).output
+    assert cut == wanted.text[: wanted.text.index(middle)] + "\n"
+    refused(run_engine("generate", folder, "x", "--system", "y"), "--system", "--chat")
 
 
 def test_generate_refuses_what_it_cannot_use(tmp_path: Path, built: Path) -> None:

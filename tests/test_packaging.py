@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,4 +45,18 @@ def test_a_wheel_from_the_sdist_serves_without_torch(tmp_path: Path) -> None:
     refused = subprocess.run(
         [str(tmp_path / "venv" / "bin" / "optimize"), "model"], capture_output=True, text=True, cwd=tmp_path
     )
-    assert refused.returncode == 2 and "enginewright[optimize]" in refused.stderr
+    assert refused.returncode == 2 and "pip install 'torch" in refused.stderr
+
+
+def test_what_users_are_told_to_install_is_what_the_extras_name() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    places = {
+        "optimize": "src/enginewright/__init__.py",
+        "serve": "src/enginewright/serving.py",
+        "report": "src/enginewright/report.py",
+    }
+    for extra, place in places.items():
+        (listed,) = re.findall(rf"^{extra} = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+        packages = re.findall(r'"([\w-]+)', listed)
+        (advice,) = re.findall(r"pip install ([^\"(,]*)", (ROOT / place).read_text(encoding="utf-8"))
+        assert packages and re.findall(r"[\w-]{3,}", advice) == packages

@@ -122,7 +122,7 @@ def test_what_a_report_needs_is_asked_for_before_any_work(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
     )
-    refused(run_optimize("/no/such/model", *out), "matplotlib", "enginewright[report]")
+    refused(run_optimize("/no/such/model", *out), "matplotlib", "pip install matplotlib")
     nothing_left(tmp_path, "file")
 
 

@@ -63,5 +63,5 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "enginewright",
-        "max_model_len": engine.engine.loop.limits.max_context if engine is not None else None,
+        "max_model_len": engine.engine.longest if engine is not None else None,
     }

@@ -16,7 +16,7 @@ from ..constraints import Constraint
 from ..engine import Engine
 from ..request import Request, SamplingOptions, derived_seed
 from .errors import ApiError, api_error
-from .schemas import SamplingFields
+from .schemas import STRUCTURED, SamplingFields
 from .settings import Limits
 
 __all__ = ["Demand", "Job", "Prompt", "demand", "json_constraint", "make_job", "structured", "too_long"]
@@ -262,8 +262,14 @@ def too_long(engine: Engine, length: int, where: str) -> ApiError:
 
 
 def structured(body: SamplingFields, limits: Limits) -> Demand | None:
-    """Return the constraint that `structured_outputs` asks for."""
+    """Return the constraint that `structured_outputs` (or `guided_choice`) asks for."""
     wanted = body.structured_outputs
+    if body.guided_choice is not None:
+        if wanted is not None:
+            raise ApiError(
+                400, "guided_choice and structured_outputs exclude each other", param="guided_choice"
+            )
+        return _choice(body.guided_choice, "guided_choice", limits)
     if wanted is None:
         return None
     given = {
@@ -271,12 +277,13 @@ def structured(body: SamplingFields, limits: Limits) -> Demand | None:
         "json_object": wanted.json_object or None,
         "regex": wanted.regex,
         "grammar": wanted.grammar,
+        "choice": wanted.choice,
     }
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
         raise ApiError(
             400,
-            f"structured_outputs must hold one of json, json_object, regex, grammar (found: {named})",
+            f"structured_outputs must hold one of {', '.join(STRUCTURED)} (found: {named})",
             param="structured_outputs",
         )
     where = f"structured_outputs.{named[0]}"
@@ -284,9 +291,16 @@ def structured(body: SamplingFields, limits: Limits) -> Demand | None:
         return json_constraint(wanted.json_, where, limits)
     if named[0] == "json_object":
         return Demand(Constraint.json_object(), where)
+    if wanted.choice is not None:
+        return _choice(wanted.choice, where, limits)
     text = given[named[0]]
     _check_size(text, where, limits)
     return demand(Constraint.regex if named[0] == "regex" else Constraint.lark, text, where)
+
+
+def _choice(texts: Sequence[str], where: str, limits: Limits) -> Demand:
+    _check_size("".join(texts), where, limits)
+    return demand(Constraint.choice, texts, where)
 
 
 def demand(make: Callable[[Any], Constraint], value: Any, where: str) -> Demand:

@@ -118,6 +118,21 @@ class HttpServer(uvicorn.Server):
             self.should_exit = True
             return
         self.service.adopt(engine)
+        held, context = engine.cache_tokens, engine.max_context
+        if engine.longest < context:
+            _log.warning(
+                "the key/value cache holds %s tokens, less than one context of %s: longer requests end there "
+                "(--kv-memory)",
+                f"{held:,}",
+                f"{context:,}",
+            )
+        else:
+            _log.info(
+                "the key/value cache holds %s tokens: %.1f contexts of %s",
+                f"{held:,}",
+                held / context,
+                f"{context:,}",
+            )
         _log.info("ready: %s is served as %s", self.service.settings.engine, self.service.settings.model_name)
 
     @contextlib.contextmanager

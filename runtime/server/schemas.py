@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from .errors import ApiError
 
 __all__ = [
+    "STRUCTURED",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
@@ -51,6 +52,10 @@ class StructuredOutputs(_Body):
     json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None
+    choice: list[str] | None = None
+
+
+STRUCTURED = tuple(field.alias or name for name, field in StructuredOutputs.model_fields.items())
 
 
 class SamplingFields(_Body):
@@ -73,6 +78,7 @@ class SamplingFields(_Body):
     priority: int | None = None
     draft_tokens: int | None = None  # of this server: at most so many proposed in a step, 0 for none
     structured_outputs: StructuredOutputs | None = None
+    guided_choice: list[str] | None = None  # an older name of structured_outputs.choice
 
     # Accepted, not used.
     user: Any = None
@@ -204,7 +210,8 @@ def _refused(kind: str, place: tuple[int | str, ...], message: str) -> ApiError:
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {message}", code="invalid_json")
     if kind == "extra_forbidden":
-        return ApiError(400, f"{param} is not known here", param=param, code="unknown_parameter")
+        known = f" (known: {', '.join(STRUCTURED)})" if place[0] == "structured_outputs" else ""
+        return ApiError(400, f"{param} is not known here{known}", param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
     if not param:

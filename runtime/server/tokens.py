@@ -49,7 +49,7 @@ def _tokenize(service: Any, engine: Engine, raw: bytes) -> dict[str, Any]:
         ).ids
     answer: dict[str, Any] = {
         "count": len(ids),
-        "max_model_len": engine.loop.limits.max_context,
+        "max_model_len": engine.longest,
         "tokens": ids,
     }
     if body.return_token_strs:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,18 +183,22 @@ def _written(
             starts.append([*first, token])
     seeds = [chance.randrange(2**32) for _ in starts]
     missing = max(length - len(starts[0]), 0)
-    written = 0
+    wanted, written, told = missing * len(starts), 0, 0
+    began = time.perf_counter()
     pieces: list[list[int]] = [list(start) for start in starts]
     for at in range(0, len(starts) if missing else 0, 64):
         group = slice(at, at + 64)
-        for completion, piece in zip(
-            engine.generate(starts[group], missing, temperature=1.0, seed=seeds[group], ignore_eos=True),
-            pieces[group],
-            strict=True,
+        for delta in engine.stream(
+            starts[group], missing, temperature=1.0, seed=seeds[group], ignore_eos=True
         ):
-            piece += completion.token_ids
-            written += len(completion.token_ids)
-        report(f"{written:,} of {missing * len(starts):,} calibration tokens written by the model")
+            if delta.error is not None:
+                raise delta.error
+            pieces[at + delta.index] += delta.token_ids
+            written += len(delta.token_ids)
+            told += 1
+            if told % 64 == 0:
+                left = (time.perf_counter() - began) / written * (wanted - written)
+                report(f"{written:,} of {wanted:,} tokens written by the model, {left:,.0f} s left")
     yield from pieces
 
 

@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+import enginewright
 from enginewright.recipes.errors import EnginewrightError, InputError
 from enginewright.serving import serve
 
@@ -171,14 +172,7 @@ def optimize(
     from enginewright.inspection import build_tables, print_tables
     from enginewright.progress import Progress
 
-    try:
-        from enginewright.build import optimize as build
-    except ModuleNotFoundError as missing:
-        raise InputError(
-            f"building an engine needs the package {missing.name!r}",
-            action="pip install 'enginewright[optimize]' (serving an engine does not need it)",
-        ) from missing
-    built = build(
+    built = enginewright.optimize(
         model,
         recipe=recipe,
         out=output,
@@ -258,6 +252,7 @@ def inspect(path: str, check: bool, layers: bool, as_json: bool) -> None:
 @click.option(
     "--chat", is_flag=True, help="Each PROMPT is a user's message: apply the model's chat template."
 )
+@click.option("--system", metavar="TEXT", help="A system message before each PROMPT; only with --chat.")
 @click.option(
     "--max-tokens",
     metavar="N",
@@ -275,12 +270,36 @@ def inspect(path: str, check: bool, layers: bool, as_json: bool) -> None:
     help="0 takes the likeliest token.",
 )
 @click.option(
+    "--top-p",
+    metavar="X",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    help="Draw among the likeliest tokens that hold this share of the probability.  [default: 1, all]",
+)
+@click.option(
+    "--top-k",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Draw among the N likeliest.  [default: 0, all]",
+)
+@click.option(
+    "--min-p",
+    metavar="X",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Draw among tokens at least X times as likely as the likeliest.  [default: 0, all]",
+)
+@click.option(
     "--seed",
     metavar="N",
     type=int,
     default=0,
     show_default=True,
     help="Sampling noise is a function of seed and position.",
+)
+@click.option(
+    "--stop", metavar="TEXT", multiple=True, help="End before this text; may be given several times."
 )
 @_threads
 @_weights
@@ -292,9 +311,14 @@ def generate(
     path: str,
     prompts: tuple[str, ...],
     chat: bool,
+    system: str | None,
     max_tokens: int,
     temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
     seed: int,
+    stop: tuple[str, ...],
     threads: int | None,
     weights: str,
     speculate: str | None,
@@ -306,10 +330,23 @@ def generate(
     """Continue each PROMPT with ENGINE; text streams as it comes."""
     from enginewright.runtime.engine import load
 
+    if system is not None and not chat:
+        raise InputError(
+            "--system means nothing here", found="no --chat", action="add --chat, or leave --system out"
+        )
+    asked: list[Any] = list(prompts)
+    if system is not None:
+        asked = [
+            [{"role": "system", "content": system}, {"role": "user", "content": text}] for text in prompts
+        ]
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
         "seed": seed,
+        "stop": stop,
         "chat": chat,
         "ignore_eos": ignore_eos,
     }
@@ -322,20 +359,20 @@ def generate(
         draft_rule=draft_rule,
     ) as loaded:
         if as_json:
-            for completion in loaded.generate(list(prompts), **options):
+            for completion in loaded.generate(asked, **options):
                 click.echo(json.dumps(completion.to_dict(), ensure_ascii=False))
             return
-        _stream(loaded, list(prompts), options)
+        _stream(loaded, asked, list(prompts), options)
 
 
-def _stream(loaded: Any, prompts: list[str], options: dict[str, Any]) -> None:
+def _stream(loaded: Any, asked: list[Any], prompts: list[str], options: dict[str, Any]) -> None:
     """Print the text of one prompt as it comes; of several, the first as it comes and the others in order after it."""
     waiting: dict[int, list[str]] = {index: [] for index in range(len(prompts))}
     finished: set[int] = set()
     current = 0
     if len(prompts) > 1:
         click.secho(f"[1] {prompts[0]}", dim=True)
-    for event in loaded.stream(prompts, **options):
+    for event in loaded.stream(asked, **options):
         if event.index == current:
             click.echo(event.text, nl=False)
             sys.stdout.flush()

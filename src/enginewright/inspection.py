@@ -200,6 +200,7 @@ def engine_tables(artifact: Artifact) -> list[Table]:
     """What an engine is, read from its manifest and build log."""
     manifest, build = artifact.manifest, artifact.build
     model, recipe = manifest["model"], manifest["recipe"]
+    other = f" (backend {manifest['backend']})" if manifest["backend"] != manifest["target"] else ""
     facts = _table("engine", "", "")
     rows = {
         "model": f"{model['source']} ({model['architecture'] or model['model_type']})",
@@ -210,7 +211,7 @@ def engine_tables(artifact: Artifact) -> list[Table]:
         "recipe": f"{recipe['name']}: linears {recipe['linear']['weight']}, embedding {recipe['embedding']['weight']}, "
         f"head {recipe['head']['weight']}",
         **({"draft": _draft(manifest)} if "draft.json" in artifact else {}),
-        "backend, target": f"{manifest['backend']}, {manifest['target']}",
+        "runs on": manifest["target"] + other,
         "built with": f"enginewright {manifest['enginewright_version']}",
     }
     for name, value in rows.items():

@@ -1,4 +1,8 @@
-"""What a person sees while an engine is built: the running stage and what it is at, then one line for each that is done."""
+"""What a person sees while an engine is built: the running stage and what it is at, then one line for each that is done.
+
+A terminal shows the running stage on a line that changes. Where there is none (a pipe, a file, a container's log), a stage that
+takes long writes a line of its own every ten seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
+
+EVERY_SECONDS = 10.0  # between two lines about a running stage, where there is no terminal
 
 
 @dataclass
@@ -30,13 +36,14 @@ class Progress:
     records: list[StageRecord] = field(default_factory=list)
     _status: Status | None = None
     _stage: str = ""
+    _told: float = 0.0  # when the last line was written
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageRecord]:
         """Time a stage. The body may set `detail` on the record that it gets."""
         record = StageRecord(name, 0.0)
         started = time.perf_counter()
-        self._stage = name
+        self._stage, self._told = name, started
         try:
             if self.console is None:
                 yield record
@@ -50,8 +57,14 @@ class Progress:
 
     def update(self, text: str) -> None:
         """Say what the running stage is at."""
-        if self._status is not None:
-            self._status.update(f"{self._stage} … {escape(text)}")
+        if self.console is None or self._status is None:
+            return
+        says = f"{self._stage} … {escape(text)}"
+        if self.console.is_terminal:
+            self._status.update(says)
+        elif (now := time.perf_counter()) - self._told >= EVERY_SECONDS:
+            self._told = now
+            self.console.print(f"           {says}", highlight=False, soft_wrap=True)
 
     def add(self, record: StageRecord, indent: int = 0) -> None:
         """Keep a finished record and print its line."""

@@ -42,7 +42,7 @@ def check_report(directory: Path, recipe: Recipe) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
             "the report's picture needs the package 'matplotlib'",
-            action="pip install 'enginewright[report]', or leave --report out",
+            action="pip install matplotlib, or leave --report out",
         )
     formats = [recipe.linear.weight, recipe.embedding.weight, recipe.head.weight, recipe.router.weight]
     if not recipe.mixed.wanted and {*formats, *(item.weight for item in recipe.overrides)} == {"f32"}:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
+from click.core import ParameterSource
 
 from enginewright.recipes.errors import InputError, near_matches
 from enginewright.runtime.policies import POLICIES
@@ -18,6 +21,8 @@ from .speculation_cli import SPECULATION
 
 __all__ = ["serve"]
 
+_PREFIX = "ENGINEWRIGHT_"
+_OTHER_VARIABLES = ("ENGINEWRIGHT_ISA",)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
@@ -84,10 +89,39 @@ def _from_file(path: Path, key: str, value: Any, several: bool) -> str | list[st
     return [str(value)] if several else str(value)
 
 
+class _Option(click.Option):
+    """An option whose errors say where its value stands, unless that is the command line."""
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        try:
+            return super().handle_parse_result(ctx, opts, args)
+        except click.BadParameter as error:
+            source = ctx.get_parameter_source(self.name or "")
+            places = {
+                ParameterSource.ENVIRONMENT: f"in {self.envvar}",
+                ParameterSource.DEFAULT_MAP: "in --config",
+            }
+            if source not in places:
+                raise
+            raise click.BadParameter(f"{error.message} ({places[source]})", ctx=ctx, param=self) from None
+
+
 def _option(name: str, *more: str, **settings: Any) -> Any:
     """An option with its variable: --kv-memory is ENGINEWRIGHT_KV_MEMORY."""
-    variable = "ENGINEWRIGHT_" + name.removeprefix("--").upper().replace("-", "_")
-    return click.option(name, *more, envvar=variable, show_envvar=False, **settings)
+    variable = _PREFIX + name.removeprefix("--").upper().replace("-", "_")
+    return click.option(name, *more, cls=_Option, envvar=variable, show_envvar=False, **settings)
+
+
+def _warn_of_variables(context: click.Context) -> None:
+    """Name the variables that look like an option's and are none."""
+    known = [option.envvar for option in context.command.params if isinstance(option.envvar, str)]
+    for name in sorted(os.environ):
+        if name.startswith(_PREFIX) and name not in (*known, *_OTHER_VARIABLES):
+            close = near_matches(name.removeprefix(_PREFIX), [item.removeprefix(_PREFIX) for item in known])
+            if close:
+                click.echo(f"warning: {name} is no option; did you mean {_PREFIX}{close[0]}?", err=True)
 
 
 _OPTIONS = [
@@ -214,11 +248,12 @@ def serve(path: str, api_key: tuple[str, ...], **options: Any) -> None:
     except ModuleNotFoundError as missing:
         raise InputError(
             f"serving over HTTP needs the package {missing.name!r}",
-            action="pip install 'enginewright[serve]'",
+            action="pip install fastapi uvicorn prometheus-client llguidance httptools uvloop",
         ) from missing
     from enginewright.backends.artifact import open_engine
     from enginewright.runtime.drafters import check
 
+    _warn_of_variables(click.get_current_context())
     if any(not key for key in api_key):
         raise InputError("an API key is empty", action="leave --api-key out to serve without keys")
     if any(key != key.strip() for key in api_key):

@@ -88,7 +88,7 @@ def check_plot(path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
             "the picture needs the package 'matplotlib'",
-            action="pip install 'enginewright[report]', or leave --plot out",
+            action="pip install matplotlib, or leave --plot out",
         )
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InputError("the picture's form is not known", found=str(path), expected="a .png, .svg or .pdf")

@@ -153,10 +153,13 @@ def test_a_folder_with_one_gguf_file(tmp_path):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("someone/model", r"(?s)no model at someone/model.*needs a network \(HF_HUB_OFFLINE is set\)"),
-        ("gpt2", "(?s)no model at gpt2.*needs a network"),
-        ("./nowhere", "no model at ./nowhere"),
-        ("nowhere/file.gguf", "no model at nowhere/file.gguf"),
+        (
+            "someone/model",
+            r"(?s)no such folder or file: someone/model.*needs a network \(HF_HUB_OFFLINE is set\)",
+        ),
+        ("gpt2", "(?s)no such folder or file: gpt2.*needs a network"),
+        ("./nowhere", "no such folder or file: ./nowhere"),
+        ("nowhere/file.gguf", "no such folder or file: nowhere/file.gguf"),
     ],
 )
 def test_names_that_are_no_path(name, said, monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from enginewright.recipes.errors import RequestError
 from enginewright.runtime.async_engine import AsyncEngine, Delta, EngineDied, Overloaded, Stream
+from enginewright.runtime.constraints import Constraint
 from enginewright.runtime.request import Request, SamplingOptions
 from tests.runtime.server.serving import Paced, tiny_engine, write_tokenizer
 
@@ -63,6 +64,25 @@ def test_a_crowd_of_tasks_gets_what_each_gets_alone(folder):
 
     for seed, (prompt, deltas) in enumerate(zip(PROMPTS, asyncio.run(crowd()), strict=True)):
         assert joined(deltas) == alone(folder, prompt, seed, max_tokens=12, ignore_eos=True)
+
+
+def test_a_constraint_is_compiled_and_an_unknown_option_named(folder):
+    pytest.importorskip("llguidance")
+
+    async def answers() -> tuple[str, list[int], list[float], str | None]:
+        async with AsyncEngine(tiny_engine(folder)) as engine:
+            with pytest.raises(
+                RequestError, match=r"(?s)no sampling option colour.*expected: .*top_p.*min_tokens"
+            ):
+                await engine.generate("AB", 4, colour=3)
+            with pytest.raises(RequestError, match="did you mean temperature"):
+                await engine.generate("AB", 4, temprature=3)
+            with pytest.raises(RequestError, match="the regular expression cannot be used"):
+                await engine.generate("AB", 4, constraint=Constraint.regex("("))
+            return joined(await read(await engine.generate("AB", 9, constraint=Constraint.regex("CAB|DEF"))))
+
+    text, _, _, reason = asyncio.run(answers())
+    assert text in ("CAB", "DEF") and reason == "stop"
 
 
 def test_choices_submitted_together_share_a_stream(folder):

@@ -130,6 +130,26 @@ def test_texts_fit(compiler, tokenizer, constraint, fits):
         assert fits(text), text
 
 
+def test_a_choice_is_one_of_its_texts(compiler, tokenizer):
+    texts = [
+        "yes",
+        "yesterday",
+        'a "quoted" \\n',
+        "x|y /*.+?[a]{2}",
+        "two\nlines\t",
+        "日本 é",
+        "// %",
+        "start: a",
+        "<eos>",
+    ]
+    requests, said = answer(make_loop(), compiler, tokenizer, Constraint.choice(texts), range(60))
+    assert {request.finish_reason for request in requests} == {"stop"}
+    assert len(set(said)) > 5 and set(said) <= set(texts)
+    for bad in ([], "yes", ["a", ""], ["a", 3]):
+        with pytest.raises(RequestError, match="the choice cannot be used"):
+            Constraint.choice(bad)
+
+
 def test_a_constrained_request_has_one_answer(compiler, tokenizer):
     """Alone, in a crowd, preempted, chunked, and when steps are drawn twice because a neighbour fails."""
     fields = {"frequency_penalty": 0.3, "logprobs": 2, "max_tokens": 60}

@@ -56,3 +56,40 @@ def test_an_engine_generates_without_torch():
             print(engine.generate("The capital of France is", max_tokens=6)[0].text)
     """)
     assert "Paris" in said
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_optimize_without_its_packages_says_what_to_install(missing: str):
+    said = behind_the_wall(f"""
+        import sys
+        sys.meta_path.pop(0)
+        sys.modules[{missing!r}] = None  # fails to import as a package does that is not installed
+        from click.testing import CliRunner
+        from enginewright import optimize
+        from enginewright.cli import optimize as command
+        from enginewright.recipes.errors import InputError
+        try:
+            optimize("models/x")
+        except InputError as error:
+            print(error)
+        print(CliRunner().invoke(command, ["models/x"]).output)
+    """)
+    assert said.count(f"building an engine needs the package {missing!r}") == 2, said
+    assert said.count("to do: pip install 'torch>=2.9' 'transformers>=5' gguf") == 2
+
+
+def test_a_gguf_file_without_its_package_says_what_to_install(tmp_path: Path):
+    pytest.importorskip("torch")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    said = behind_the_wall(f"""
+        import sys
+        sys.meta_path.pop(0)
+        sys.modules["gguf"] = None
+        import enginewright
+        from enginewright.recipes.errors import InputError
+        try:
+            enginewright.optimize({str(tmp_path / "model.gguf")!r}, out={str(tmp_path / "engine")!r})
+        except InputError as error:
+            print(error)
+    """)
+    assert "needs the package 'gguf'" in said and "to do: pip install gguf" in said

@@ -99,6 +99,7 @@ def test_streamed_it_is_the_same(server: Running):
     [
         ({"regex": "(red|green|blue), [0-9]{2}"}, r"(red|green|blue), \d\d"),
         ({"grammar": 'start: "yes" | "no"'}, "yes|no"),
+        ({"choice": ["red", "dark blue"]}, "red|dark blue"),
         ({"json_object": True}, r"(?s)\{.*\}"),
         ({"json": {"enum": ["a", "b"]}}, '"[ab]"'),
     ],
@@ -109,6 +110,16 @@ def test_other_constraints(server: Running, wanted, pattern):
         assert re.fullmatch(pattern, choice["message"]["content"])
     else:
         assert wanted == {"json_object": True} and choice["finish_reason"] == "length"
+
+
+def test_guided_choice_is_an_older_name(server: Running):
+    (choice,) = chat(server, guided_choice=["north", "south"], temperature=0).json()["choices"]
+    assert choice["message"]["content"] in ("north", "south") and choice["finish_reason"] == "stop"
+    refused = chat(server, guided_choice=["a"], structured_outputs={"choice": ["a"]}).json()["error"]
+    assert refused["param"] == "guided_choice" and "exclude" in refused["message"]
+    unknown = chat(server, structured_outputs={"whitespace_pattern": "x"}).json()["error"]
+    assert unknown["param"] == "structured_outputs.whitespace_pattern"
+    assert "known: json, json_object, regex, grammar, choice" in unknown["message"]
 
 
 def _schema(schema):

@@ -345,6 +345,34 @@ def test_what_cannot_be_used_is_said(tmp_path: Path, options, says):
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        (
+            "ENGINEWRIGHT_MAX_SEQUENCES",
+            "many",
+            "'many' is not a valid integer range. (in ENGINEWRIGHT_MAX_SEQUENCES)",
+        ),
+        ("ENGINEWRIGHT_KV_MEMORY", "lots", "(in ENGINEWRIGHT_KV_MEMORY)"),
+        ("ENGINEWRIGHT_POLICY", "best", "(in ENGINEWRIGHT_POLICY)"),
+        ("ENGINEWRIGHT_MAX_SEQUENCE", "5", "did you mean ENGINEWRIGHT_MAX_SEQUENCES?"),
+    ],
+)
+def test_a_variable_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch, variable, value, says):
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("ENGINEWRIGHT_ISA", "portable")
+    done = _run("--max-context", "99999999")  # which ends it, where the variable does not
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    assert "ENGINEWRIGHT_ISA" not in done.stderr
+
+
+def test_a_value_of_the_file_that_cannot_be_used_is_placed(tmp_path: Path):
+    config = tmp_path / "serve.yaml"
+    config.write_text("max-sequences: many\n")
+    done = _run("--config", str(config))
+    assert done.returncode == 2 and "--max-sequences" in done.stderr and "(in --config)" in done.stderr
+
+
 def test_a_taken_port_is_said(server):
     done = _run("--port", server.url.rsplit(":", 1)[1])
     assert done.returncode == 2 and "cannot listen" in done.stderr

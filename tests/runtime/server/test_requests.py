@@ -8,6 +8,8 @@ import threading
 
 import pytest
 
+from enginewright.runtime.pages import GroupSpec
+from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.server.serving import Paced, Running, serving, tiny_engine, wait_until, write_tokenizer
 
 
@@ -320,3 +322,37 @@ def test_the_log_says_numbers_and_no_prompt(server: Running):
     assert all(line["error"] for line in bad)
     assert good["prompt_tokens"] == 3 and good["generated_tokens"] == 2 and good["finish"] == ["length"]
     assert SECRET not in json.dumps([good, bad])
+
+
+@pytest.mark.parametrize("groups", [[GroupSpec(0, 4)], [GroupSpec(0, 4), GroupSpec(6, 4)], [GroupSpec(6, 4)]])
+@pytest.mark.parametrize("pages", [3, 4, 9])
+def test_the_context_that_is_told_is_what_the_cache_can_hold(tmp_path, caplog, groups, pages):
+    executor = FakeExecutor(groups, VOCAB)
+    engine = tiny_engine(write_tokenizer(tmp_path), executor, cache_tokens=4 * pages, chunk_size=2)
+    with caplog.at_level(logging.INFO), serving(engine) as server:
+        (model,) = server.client.get("/v1/models").json()["data"]
+        told = model["max_model_len"]
+        assert server.post("/tokenize", prompt="A").json()["max_model_len"] == told
+        whole = not any(
+            group.window == 0 for group in groups
+        )  # a window needs 3 pages, however long the text
+        assert told == (128 if whole else 4 * pages)
+        most = min(told, 127)
+        fits = server.post("/v1/completions", prompt=[1] * most, max_tokens=1, ignore_eos=True)
+        assert fits.json()["usage"]["completion_tokens"] == 1
+        assert (
+            error(server.post("/v1/completions", prompt=[1] * (told + 1)))["code"]
+            == "context_length_exceeded"
+        )
+    says = [record.getMessage() for record in caplog.records if "cache holds" in record.getMessage()]
+    assert len(says) == 1 and f"cache holds {4 * pages} tokens" in says[0]
+    assert ("less than one context of 128" in says[0]) == (not whole)
+
+
+def test_a_cache_beyond_the_memory_is_warned_of(tmp_path, monkeypatch, caplog):
+    folder = write_tokenizer(tmp_path)
+    monkeypatch.setattr("enginewright.runtime.engine.machine_memory", lambda: 1 << 10)
+    tiny_engine(folder, cache_tokens=16).close()
+    assert not caplog.records
+    tiny_engine(folder).close()
+    assert "larger than the memory" in caplog.text

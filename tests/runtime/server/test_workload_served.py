@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import enginewright
+from enginewright.recipes.errors import InputError
 from enginewright.runtime.traffic import play_in_process, play_over_http
 from enginewright.runtime.workload import Lengths, Traffic, make_workload
 from tests.passes.architectures import folder
@@ -21,6 +24,8 @@ def test_a_workload_against_the_server(tmp_path: Path) -> None:
         )
         over_http = play_over_http(address, arrivals, "sesame")
         in_process = play_in_process(loaded, arrivals)
+        with pytest.raises(InputError, match=r"(?s)status 401.*to do: --api-key KEY"):
+            play_over_http(address, arrivals)
     for ours, theirs in zip(in_process.served, over_http.served, strict=True):
         assert theirs.error is None and theirs.new_tokens == ours.new_tokens == ours.arrival.max_tokens
         assert theirs.prompt_tokens == ours.prompt_tokens
