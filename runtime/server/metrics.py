@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,7 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ..figures import Figures, Histogram
-from ..statistics import LoopStatistics, Speculation
+from ..statistics import LoopStatistics, PageCounts, Speculation
 from .observing import counts
 from .service import Service
 
@@ -121,13 +121,7 @@ def _loop_metrics(seen: LoopStatistics) -> Iterator[Metric]:
     yield _gauge("token_fill", "Tokens of the last step, as a share of its budget", seen.token_fill)
     yield _gauge("reserved_token_slots", "Token slots of pages in use", seen.reserved_slots)
     yield _gauge("used_token_slots", "Those of them that hold a token that is read", seen.used_slots)
-    pages = GaugeMetricFamily(
-        _PREFIX + "kv_pages", "Pages of a KV group, by state", labels=["group", "state"]
-    )
-    for group, counted in enumerate(seen.pages):
-        for state in ("used", "cached", "free"):
-            pages.add_metric([str(group), state], getattr(counted, state))
-    yield pages
+    yield _pages("kv_pages", "Pages of a KV group, by state", seen.pages)
     if seen.speculation is not None:
         yield _gauge(
             "speculation_tokens_per_step",
@@ -135,6 +129,16 @@ def _loop_metrics(seen: LoopStatistics) -> Iterator[Metric]:
             seen.tokens_per_step,
         )
         yield from _speculation_metrics(seen.speculation)
+    if seen.draft_pages:
+        yield _pages("draft_kv_pages", "Pages of the drafting engine's KV group, by state", seen.draft_pages)
+
+
+def _pages(name: str, text: str, groups: Sequence[PageCounts]) -> Metric:
+    pages = GaugeMetricFamily(_PREFIX + name, text, labels=["group", "state"])
+    for group, counted in enumerate(groups):
+        for state in ("used", "cached", "free"):
+            pages.add_metric([str(group), state], getattr(counted, state))
+    return pages
 
 
 def _speculation_metrics(seen: Speculation) -> Iterator[Metric]:

@@ -53,6 +53,7 @@ def load_engine(settings: Settings) -> Engine:
         speculate=settings.speculate,
         draft_tokens=settings.draft_tokens,
         draft_rule=settings.draft_rule,
+        draft_cache_bytes=settings.draft_kv_memory,
     )
 
 

@@ -31,8 +31,9 @@ class Limits:
 class Settings:
     """One server: where it listens, what it serves, who may ask.
 
-    `kv_memory` in bytes (None: 1 GiB); `max_context` in tokens (None: the engine's own); `drain`, `stall` in seconds: the
-    time that requests in flight get after SIGTERM, and the longest a step may take before /health says 503.
+    `kv_memory`, and `draft_kv_memory` of an engine that drafts, in bytes (None: 1 GiB); `max_context` in tokens (None: the
+    engine's own); `drain`, `stall` in seconds: the time that requests in flight get after SIGTERM, and the longest a step may
+    take before /health says 503.
     """
 
     engine: Path
@@ -47,6 +48,7 @@ class Settings:
     speculate: str | None = None
     draft_tokens: int | str = "auto"
     draft_rule: str = "same"
+    draft_kv_memory: int | None = None
     served_model_name: str | None = None
     weights: str = "mmap"
     api_keys: tuple[str, ...] = ()

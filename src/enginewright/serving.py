@@ -178,6 +178,12 @@ _OPTIONS = [
     ),
     *(_option(name, **settings) for name, settings in SPECULATION.items()),
     _option(
+        "--draft-kv-memory",
+        metavar="SIZE",
+        type=_Bytes(),
+        help="Memory of the cache of an engine that drafts.  [default: 1GiB at most]",
+    ),
+    _option(
         "--served-model-name",
         metavar="NAME",
         help="What clients call the model.  [default: the folder's name]",
@@ -230,6 +236,9 @@ _OPTIONS = [
 ]
 
 
+_DRAFTING = ("speculate", "draft_tokens", "draft_rule", "draft_kv_memory")
+
+
 def _with_options(command: Any) -> Any:
     return functools.reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), command)
 
@@ -259,7 +268,7 @@ def serve(path: str, api_key: tuple[str, ...], **options: Any) -> None:
     if any(key != key.strip() for key in api_key):
         raise InputError("an API key begins or ends with a space", expected="a key that a header can carry")
     # What is wrong with the folder, or cannot draft for it, is said before anything listens.
-    check(open_engine(path), options["speculate"], options["draft_tokens"], options["draft_rule"])
+    check(open_engine(path), *(options[name] for name in _DRAFTING))
     code = run(Settings(engine=Path(path), api_keys=tuple(api_key), **options))
     if code:
         raise SystemExit(code)

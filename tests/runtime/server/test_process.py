@@ -170,7 +170,8 @@ def test_answers_are_those_of_the_engine(server):
         assert answer["logprobs"]["token_logprobs"] == alone.logprobs
 
 
-def test_a_speculating_server_says_the_same_and_tells_clients(server):
+@pytest.mark.parametrize("drafter", ["ngram", "another engine"])
+def test_a_speculating_server_says_the_same_and_tells_clients(server, drafter):
     openai = pytest.importorskip("openai")
     quoted = "Say this three times: the quick brown fox jumps over the lazy dog."
     chat = {"model": "smol", "messages": [{"role": "user", "content": quoted}], "max_completion_tokens": 60}
@@ -190,8 +191,11 @@ def test_a_speculating_server_says_the_same_and_tells_clients(server):
         ("completions", {"prompt": quoted * 3, "max_tokens": 60, "echo": True, "logprobs": 2, "seed": 9}),
         ("responses", {"input": quoted, "max_output_tokens": 40, "temperature": 0}),
     ]
-    options = ("--served-model-name", "smol", "--max-context", "512", "--speculate", "ngram")
-    with started(*options, "--draft-tokens", "6") as fast:
+    how = [drafter]
+    if drafter == "another engine":  # the same one, so that it is always right
+        how = [str(engines.built("smollm2", "int4")), "--draft-kv-memory", "64MiB"]
+    options = ("--served-model-name", "smol", "--max-context", "512", "--draft-tokens", "6")
+    with started(*options, "--speculate", *how) as fast:
         fast.ready()
         for path, body in bodies:
             answers = [
@@ -211,6 +215,9 @@ def test_a_speculating_server_says_the_same_and_tells_clients(server):
             for usage in (plain.usage, last.usage):
                 assert usage.completion_tokens_details.accepted_prediction_tokens > 0
                 assert usage.completion_tokens_details.rejected_prediction_tokens >= 0
+        seen = httpx.get(fast.url + "/metrics").text
+        assert ("enginewright_draft_kv_pages{" in seen) == (drafter == "another engine")
+        assert "enginewright_speculation_accepted_tokens_total" in seen
         assert fast.end(signal.SIGTERM) == 0
 
 
@@ -330,6 +337,8 @@ def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path: 
         (["--policy", "best"], "policy"),
         (["--speculate", "ngrams"], "did you mean ngram"),
         (["--draft-tokens", "3"], "means nothing without speculation"),
+        (["--speculate", "ngram", "--draft-kv-memory", "1GiB"], "has no cache"),
+        (["--speculate", "self"], "draft.layers"),
         (["--max-context", "99999999"], "max_context"),
         (["--kv-memory", "lots"], "no size"),
         (["--kv-memory", "1KiB"], "room for nothing"),
