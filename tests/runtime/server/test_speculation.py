@@ -33,17 +33,21 @@ DRAFT = {"speculate": "ngram", "draft_tokens": 4}
 
 
 class Repeating(FakeExecutor):
-    """Leans towards what stood a period ago: a token's logits follow from all before it, and the letters mostly repeat."""
+    """Leans towards what stood a period ago: a token's logits follow from all before it, and the letters mostly repeat.
+
+    From step `hold_at` on it waits until `gate` is set.
+    """
 
     PERIOD = 7
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__(GROUPS, len(LETTERS))
         self.gate = threading.Event()
-        self.gate.set()
+        self.hold_at: int | None = None
 
     def step(self, step: Any) -> Any:
-        self.gate.wait()
+        if self.hold_at is not None and len(self.steps) >= self.hold_at:
+            assert self.gate.wait(30)
         logits = super().step(step)
         for r, row in enumerate(step.logit_rows.tolist()):
             logits[r] *= 0.3
@@ -249,16 +253,19 @@ def test_clients_that_go_while_tokens_are_proposed_leave_nothing(folder: Path) -
     executor = Repeating()
     with serving(tiny_engine(folder, executor, **DRAFT)) as server:
         body = {"prompt": "ABCDEFGABCDEFG", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 2}
-        for after in (1, 3, 6):
+        for after in (2, 7, 20):
             gone = server.service.disconnects
+            executor.gate.clear()
+            executor.hold_at = len(executor.steps) + after
             with server.client.stream("POST", "/v1/completions", json=body) as answer:
-                for _ in zip(range(after), sse(answer.iter_lines()), strict=False):
-                    pass
-                executor.gate.clear()  # a step is on its way, with proposals, when the client has gone
-            executor.gate.set()
+                next(
+                    sse(answer.iter_lines())
+                )  # and a step, with proposals, is on its way when the client has gone
             wait_until(lambda: server.service.disconnects == gone + 1)  # noqa: B023
+            executor.gate.set()
             wait_until(lambda: not server.service.exchanges)
             assert server.all_pages_free()
+        executor.hold_at = None
         speculator = server.engine.engine.loop.speculator
         assert speculator is not None and speculator.figures.accepted > 0
         assert not speculator.drafter._indexes and not speculator._open  # type: ignore[attr-defined]
