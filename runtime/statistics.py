@@ -66,14 +66,13 @@ class Speculation:
         """Return what has come about after `before`, an earlier snapshot."""
         counters = [option.name for option in fields(self) if option.name not in ("drafter", "by_position")]
         earlier = before.by_position + [(0, 0)] * (len(self.by_position) - len(before.by_position))
-        return Speculation(
-            self.drafter,
-            by_position=[
-                (drafted - d, accepted - a)
-                for (drafted, accepted), (d, a) in zip(self.by_position, earlier, strict=True)
-            ],
-            **{name: getattr(self, name) - getattr(before, name) for name in counters},
-        )
+        places = [
+            (now[0] - was[0], now[1] - was[1]) for now, was in zip(self.by_position, earlier, strict=True)
+        ]
+        while places and not places[-1][0]:
+            places.pop()
+        changes = {name: getattr(self, name) - getattr(before, name) for name in counters}
+        return Speculation(self.drafter, by_position=places, **changes)
 
 
 @dataclass(frozen=True)
