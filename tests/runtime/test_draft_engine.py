@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from enginewright.backends.base import StepInput
+from enginewright.runtime import speculation
 from enginewright.runtime.draft_engine import EngineDrafter
 from enginewright.runtime.loop import EngineLoop
 from enginewright.runtime.pages import GroupSpec
@@ -244,6 +245,12 @@ def check_with_draft(trace: Trace, wanted: dict[str, Any]) -> None:
     if not trace.fault_rate:
         assert not figures.failures
         assert wanted["likeness"] < 1.0 or figures.accepted == figures.drafted
+
+
+@pytest.fixture(autouse=True)
+def no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of injected errors: records of them would keep every loop alive."""
+    monkeypatch.setattr(speculation._log, "disabled", True)
 
 
 _plain = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from enginewright.runtime import speculation
 from enginewright.runtime.loop import EngineLoop
 from enginewright.runtime.policies import POLICIES
 from enginewright.runtime.request import Request, SamplingOptions
@@ -174,6 +175,12 @@ def check(trace: Trace, prepare: Callable[[EngineLoop], None] = lambda loop: Non
             assert "injected" in str(request.error)
         check_survivor(request, trace.pages)
     return loop
+
+
+@pytest.fixture(autouse=True)
+def no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of injected errors: records of them would keep every loop alive."""
+    monkeypatch.setattr(speculation._log, "disabled", True)
 
 
 _plain = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
