@@ -128,7 +128,7 @@ def answers(engine: Engine, texts: list[str], fields: dict[str, Any], count: int
 
 @functools.cache
 def plain(option: str, count: int, many: int, page_size: int) -> list[Any]:
-    with enginewright.load(target("", page_size)) as engine:
+    with enginewright.load(target("", page_size), cache_tokens=4096) as engine:
         return answers(engine, prompts(many), OPTIONS[option], count, 1)
 
 

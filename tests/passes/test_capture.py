@@ -267,7 +267,7 @@ def test_folders_quantised_in_ways_that_are_not_read_are_refused(tmp_path):
 
 
 def test_folders_that_are_none(tmp_path):
-    with pytest.raises(InputError, match="no model"):
+    with pytest.raises(InputError, match="no such folder or file"):
         capture(tmp_path / "missing")
     with pytest.raises(InputError, match="not a Hugging Face model folder"):
         HuggingFaceFolder(tmp_path)
