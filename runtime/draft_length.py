@@ -23,7 +23,7 @@ from .request import Request
 
 __all__ = ["Candidate", "CostModel", "DraftLength"]
 
-MARGIN = 1.01  # a gain below this is not worth the noise of its estimate
+MARGIN = 1.03  # a gain below this is not worth the noise of its estimate
 LOSS_ALLOWED = 0.01  # share of all time that attempts may lose
 FIRST_LOSS = 0.05  # seconds that attempts may lose before there is any such time
 ATTEMPT = 2  # tokens of an attempt
