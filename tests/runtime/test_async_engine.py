@@ -149,7 +149,8 @@ def test_cancel_at_a_stage_frees_the_pages_before_the_next_step(folder, stage):
 
 def test_what_cannot_be_served_raises_and_leaves_nothing(folder):
     async def refused() -> None:
-        async with AsyncEngine(tiny_engine(folder), max_unfinished=2) as engine:
+        executor = Paced()
+        async with AsyncEngine(tiny_engine(folder, executor), max_unfinished=2) as engine:
             with pytest.raises(RequestError, match="too long"):
                 await engine.generate("A" * 200)
             with pytest.raises(RequestError, match="prompt"):
@@ -158,10 +159,12 @@ def test_what_cannot_be_served_raises_and_leaves_nothing(folder):
                 await engine.submit([])
             with pytest.raises(RequestError, match="ever takes"):
                 await engine.submit([Request([1]), Request([2]), Request([3])])
+            executor.gate.clear()
             waiting = await engine.submit([Request([1], SamplingOptions(ignore_eos=True))])
             with pytest.raises(Overloaded, match="full"):
                 await engine.submit([Request([2]), Request([3])])
             waiting.cancel()
+            executor.gate.set()
             assert [delta async for delta in waiting][-1].finish_reason in ("abort", "length")
             assert await returned(engine) and engine.unfinished == 0 and engine.idle
 
