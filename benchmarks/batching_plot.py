@@ -6,37 +6,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_FIRST, _SECOND, _INK = "#1559b0", "#b8560b", "#33332f"
+from benchmarks.pictures import COLOURS, canvas, frame, save
+
+_FIRST, _SECOND = COLOURS[:2]
 
 
 def draw(path: Path, found: Mapping[str, Any]) -> None:
     """Draw what `found` holds of the parts into `path` (.png)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     parts = [name for name in _PANELS if name in found]
     columns = 2 if len(parts) > 1 else 1
     lines = -(-len(parts) // columns)
-    figure = Figure(figsize=(5.6 * columns, 3.9 * lines), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = canvas(5.6 * columns, 3.9 * lines)
     panels = figure.subplots(lines, columns, squeeze=False).flat
     for name, panel in zip(parts, panels, strict=False):
         _PANELS[name](panel, found[name])
-        panel.grid(axis="y", color="#dcdcd6", linewidth=0.6)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(colors=_INK, labelsize=8)
-        panel.title.set(fontsize=9.5, color=_INK)
+        frame(panel)
     for panel in list(panels):
         panel.set_axis_off()
-    figure.suptitle(
-        f"{found['engine']}, {found['threads']} threads, {found['isa']}",
-        x=0.01,
-        ha="left",
-        fontsize=11,
-        fontweight="bold",
-    )
-    figure.savefig(path, dpi=130)
+    save(figure, path, found)
 
 
 def _cache(panel: Any, rows: Any) -> None:

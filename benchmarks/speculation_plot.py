@@ -6,36 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_COLOURS = ("#1559b0", "#b8560b", "#2f7d4f", "#7a3f98", "#7c6a0a")
-_INK = "#33332f"
+from benchmarks.pictures import COLOURS, INK, canvas, frame, save
 
 
 def draw(path: Path, found: Mapping[str, Any]) -> None:
     """Draw what `found` holds (`speculation.py --json`) into `path` (.png): a line of two panels a drafter."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     drafters = found["drafters"]
-    figure = Figure(figsize=(11, 3.9 * len(drafters)), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = canvas(11, 3.9 * len(drafters))
     panels = figure.subplots(len(drafters), 2, squeeze=False)
     for (left, right), (name, rows) in zip(panels, drafters.items(), strict=True):
         _ratios(left, name, rows)
         _positions(right, name, rows)
         for panel in (left, right):
-            panel.grid(axis="y", color="#dcdcd6", linewidth=0.6)
-            panel.set_axisbelow(True)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.tick_params(colors=_INK, labelsize=8)
-            panel.title.set(fontsize=9.5, color=_INK)
-    figure.suptitle(
-        f"{found['engine']}, {found['threads']} threads, {found['isa']}",
-        x=0.01,
-        ha="left",
-        fontsize=11,
-        fontweight="bold",
-    )
-    figure.savefig(path, dpi=130)
+            frame(panel)
+    save(figure, path, found)
 
 
 def _ratios(panel: Any, drafter: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -46,9 +30,9 @@ def _ratios(panel: Any, drafter: str, rows: Sequence[Mapping[str, Any]]) -> None
         values = {row["work"]: row["ratio"] or 0.0 for row in rows if row["batch"] == batch}
         at = [number + width * (place - (len(batches) - 1) / 2) for number in range(len(work))]
         heights = [values.get(name, 0.0) for name in work]
-        bars = panel.bar(at, heights, 0.92 * width, color=_COLOURS[place], label=f"batch {batch}")
+        bars = panel.bar(at, heights, 0.92 * width, color=COLOURS[place], label=f"batch {batch}")
         panel.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=8, padding=2)
-    panel.axhline(1.0, color=_INK, linewidth=0.9, linestyle=":")
+    panel.axhline(1.0, color=INK, linewidth=0.9, linestyle=":")
     panel.set_xticks(range(len(work)), work)
     panel.set(ylabel="tokens/s, as a multiple of plain", title=f"{drafter}: what it is worth")
     panel.legend(frameon=False, fontsize=8)
@@ -58,7 +42,7 @@ def _positions(panel: Any, drafter: str, rows: Sequence[Mapping[str, Any]]) -> N
     """Of the smallest batch, where most is proposed."""
     batch = min((row["batch"] for row in rows), default=1)
     shown = [row for row in rows if row["batch"] == batch and row["acceptance_by_position"]]
-    for row, colour in zip(shown, _COLOURS, strict=False):
+    for row, colour in zip(shown, COLOURS, strict=False):
         shares = [100 * share for share in row["acceptance_by_position"]]
         panel.plot(range(1, len(shares) + 1), shares, "o-", color=colour, label=row["work"], markersize=3)
     panel.set(

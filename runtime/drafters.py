@@ -15,14 +15,13 @@ from .facts import cache_identity, longest_context
 from .loop import EngineLoop
 from .memory import plan_draft_pages
 from .ngram import NgramDrafter
-from .request import MOST_DRAFT_TOKENS
+from .request import DRAFT_RULES, MOST_DRAFT_TOKENS
 from .self_draft import SelfDrafter
 from .speculation import Speculator
 from .vocabulary import check_vocabulary
 
-__all__ = ["RULES", "check", "speculate"]
+__all__ = ["check", "speculate"]
 
-RULES = ("same", "resample")
 NAMES = ("ngram", "self")
 
 How = str | os.PathLike[str] | Artifact
@@ -46,12 +45,14 @@ def check(
             found=repr(draft_tokens),
             expected=f"'auto', or a whole number from 1 to {MOST_DRAFT_TOKENS}",
         )
-    if draft_rule not in RULES:
-        raise InputError("draft_rule cannot be used", found=repr(draft_rule), expected=" or ".join(RULES))
+    if draft_rule not in DRAFT_RULES:
+        raise InputError(
+            "draft_rule cannot be used", found=repr(draft_rule), expected=" or ".join(DRAFT_RULES)
+        )
     if how is None:
         if draft_tokens != "auto":
             raise _means_nothing("draft_tokens", draft_tokens)
-        if draft_rule != RULES[0]:
+        if draft_rule != DRAFT_RULES[0]:
             raise _means_nothing("draft_rule", draft_rule)
         if cache_bytes is not None:
             raise _means_nothing("draft_cache_bytes", cache_bytes)

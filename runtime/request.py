@@ -22,6 +22,7 @@ __all__ = ["Completion", "Request", "SamplingOptions", "Status", "check_token_id
 
 MAX_SEED = 2**64 - 1
 MOST_LOGPROBS = 20
+DRAFT_RULES = ("same", "resample")  # how proposed tokens are verified: see `drafters.speculate`
 MOST_DRAFT_TOKENS = 64  # proposed for one request in a step
 
 TopLogprobs = list[tuple[int, float]]  # (token id, log-probability), best first, lowest id on ties

@@ -24,6 +24,7 @@ from .drawing import Drawer
 from .pages import PagePool
 from .request import Request
 from .shadows import Shadows
+from .step_input import InputBuffers
 
 if TYPE_CHECKING:
     from .loop import EngineLoop
@@ -64,6 +65,7 @@ class SelfDrafter:
         self._draft = draft
         self._pool = pool
         self._shadows = Shadows(drawer)
+        self._input = InputBuffers(pool.max_sequences, pool.max_sequences)
         self.keep_logits = False
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Proposal]:
@@ -79,7 +81,8 @@ class SelfDrafter:
             requests = [wanted[i][0] for i in active]
             last = [made[i].tokens[-1] if place else wanted[i][0].tokens[-1] for i in active]
             rows = tables if len(active) == len(wanted) else np.take(tables, active, axis=1)
-            logits = self._draft.step(_one_token_each(requests, last, place, rows))
+            positions = [len(request.tokens) - 1 + place for request in requests]
+            logits = self._draft.step(self._input.fill_one_each(last, positions, rows))
             going = []
             for row, (i, (token, more)) in enumerate(
                 zip(active, self._shadows.draw(requests, logits), strict=True)
@@ -106,20 +109,3 @@ class SelfDrafter:
 
     def close(self) -> None:
         self._shadows.clear()  # the draft is the executor's own, and closes with it
-
-
-def _one_token_each(
-    requests: Sequence[Request], tokens: Sequence[int], place: int, tables: npt.NDArray[np.int32]
-) -> StepInput:
-    """A step of one token of each request, `place` tokens after its own last one."""
-    count = len(requests)
-    positions = np.array([len(request.tokens) - 1 + place for request in requests], np.int32)
-    every = np.arange(count + 1, dtype=np.int32)
-    return StepInput(
-        tokens=np.array(tokens, np.int32),
-        positions=positions,
-        seq_starts=every,
-        context_lens=positions + np.int32(1),
-        page_tables=np.ascontiguousarray(tables),
-        logit_rows=every[:count],
-    )

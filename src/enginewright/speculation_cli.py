@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from enginewright.runtime.request import MOST_DRAFT_TOKENS
+from enginewright.runtime.request import DRAFT_RULES, MOST_DRAFT_TOKENS
 
 __all__ = ["SPECULATION", "speculation_options"]
 
@@ -38,8 +38,8 @@ SPECULATION: dict[str, dict[str, Any]] = {
         "help": "Tokens proposed for a sequence in a step: as many as pay, or always K.",
     },
     "--draft-rule": {
-        "type": click.Choice(["same", "resample"]),
-        "default": "same",
+        "type": click.Choice(DRAFT_RULES),
+        "default": DRAFT_RULES[0],
         "show_default": True,
         "help": "Keep a proposed token where it would have come anyway, or by the rule of accept or resample, "
         "which keeps more and keeps no seed.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -150,6 +151,21 @@ def said(answer: dict[str, Any]) -> dict[str, Any]:
         for call in choice.get("message", {}).get("tool_calls", []):
             del call["id"]
     return value
+
+
+@contextlib.contextmanager
+def request_log() -> Iterator[list[logging.LogRecord]]:
+    """The records of the request log, as they come."""
+    logger = logging.getLogger("enginewright.requests")
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> None:

@@ -10,7 +10,15 @@ import pytest
 
 from enginewright.runtime.pages import GroupSpec
 from tests.runtime.fake_executor import FakeExecutor
-from tests.runtime.server.serving import Paced, Running, serving, tiny_engine, wait_until, write_tokenizer
+from tests.runtime.server.serving import (
+    Paced,
+    Running,
+    request_log,
+    serving,
+    tiny_engine,
+    wait_until,
+    write_tokenizer,
+)
 
 
 @pytest.fixture(scope="module")
@@ -304,19 +312,11 @@ QUOTED = [
 
 
 def test_the_log_says_numbers_and_no_prompt(server: Running):
-    logger = logging.getLogger("enginewright.requests")
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with request_log() as records:
         server.post("/v1/completions", prompt=SECRET, max_tokens=2, ignore_eos=True)
         for path, body in QUOTED:
             server.post(path, **body)
         wait_until(lambda: len(records) > len(QUOTED))
-    finally:
-        logger.removeHandler(handler)
     good, *bad = (json.loads(record.getMessage()) for record in records)
     assert good["status"] == 200 and {line["status"] for line in bad} == {400}
     assert all(line["error"] for line in bad)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.runtime.server.serving import (
     LETTERS,
     Running,
     Scripted,
+    request_log,
     said,
     serving,
     sse,
@@ -311,17 +311,9 @@ def test_figures_of_speculation(folder: Path, plain: Running) -> None:
 
 
 def test_the_log_tells_of_proposed_tokens(fast: Running) -> None:
-    logger = logging.getLogger("enginewright.requests")
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with request_log() as records:
         answer = fast.post("/v1/completions", prompt="ABCDEFGABCDEFG", max_tokens=20, temperature=0).json()
         wait_until(lambda: records)
-    finally:
-        logger.removeHandler(handler)
     line = json.loads(records[0].getMessage())
     details = answer["usage"]["completion_tokens_details"]
     assert line["accepted_tokens"] == details["accepted_prediction_tokens"] > 0
