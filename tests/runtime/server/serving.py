@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -154,17 +155,26 @@ def said(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def request_log() -> Iterator[list[logging.LogRecord]]:
-    """The records of the request log, as they come."""
+def request_log(server: Running) -> Iterator[list[dict[str, Any]]]:
+    """The lines of the request log, as they come: of what `server`'s client asks in here, and not of what was asked before."""
     logger = logging.getLogger("enginewright.requests")
-    records: list[logging.LogRecord] = []
+    id_ = f"logged-{secrets.token_hex(8)}"
+    lines: list[dict[str, Any]] = []
+
+    def emit(record: logging.LogRecord) -> None:
+        line = json.loads(record.getMessage())
+        if line["id"] == id_:
+            lines.append(line)
+
     handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = emit  # type: ignore[method-assign]
+    server.client.headers["X-Request-Id"] = id_
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        yield records
+        yield lines
     finally:
+        del server.client.headers["X-Request-Id"]
         logger.removeHandler(handler)
 
 

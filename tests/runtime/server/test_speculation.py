@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -311,10 +310,10 @@ def test_figures_of_speculation(folder: Path, plain: Running) -> None:
 
 
 def test_the_log_tells_of_proposed_tokens(fast: Running) -> None:
-    with request_log() as records:
+    with request_log(fast) as lines:
         answer = fast.post("/v1/completions", prompt="ABCDEFGABCDEFG", max_tokens=20, temperature=0).json()
-        wait_until(lambda: records)
-    line = json.loads(records[0].getMessage())
+        wait_until(lambda: lines)
+    line = lines[0]
     details = answer["usage"]["completion_tokens_details"]
     assert line["accepted_tokens"] == details["accepted_prediction_tokens"] > 0
     assert line["proposed_tokens"] == sum(details.values())
