@@ -11,9 +11,11 @@
 | `free 0.8` | the same at temperature 0.8, a seed a prompt |
 
 One loaded engine does both: the same requests are decoded with its drafter and without, in turn, and who begins alternates. Timed
-is decoding: from the moment when every sequence of a batch has its first token to the end of the last. A rate is the median of
-the rounds, a ratio that of two medians. Before the rounds each kind of work is done once with the drafter, so that draft
-lengths that are measured have settled. `same` says whether tokens and log-probabilities were equal, bit for bit, every time.
+is decoding. At batch 1 that is from an answer's first token to its end. A larger batch is kept full: the next prompt takes the
+place of a sequence that has ended, and timed is what lies between the moment when every place has its first token and the one
+when no prompt is left to fill a place. (A batch that runs empty would show how its longest answer fares alone.) A rate is the
+median of the rounds, a ratio that of two medians. Before the rounds each kind of work is done once with the drafter, so that
+draft lengths that are measured have settled. `same` says whether tokens and log-probabilities were always equal, bit for bit.
 --small is a try with little work, whose times mean nothing.
 """
 
@@ -23,7 +25,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,11 +105,15 @@ def asked(engine: Engine, work: str, tokens: int) -> list[Asked]:
     return found
 
 
-def groups(prompts: Sequence[Asked], batch: int) -> Iterator[list[Asked]]:
-    """All prompts in batches; with fewer prompts than a batch they are repeated."""
-    enough = list(prompts) * -(-batch // len(prompts))
-    for start in range(0, len(enough), batch):
-        yield enough[start : start + batch]
+FILLINGS = 4
+"""How often every place of a batch is taken."""
+
+
+def groups(prompts: Sequence[Asked], batch: int) -> list[list[Asked]]:
+    """What is timed in one piece: each prompt alone, or all of them, repeated until every place is filled often enough."""
+    if batch == 1:
+        return [[prompt] for prompt in prompts]
+    return [(list(prompts) * -(-FILLINGS * batch // len(prompts)))]
 
 
 def decode(engine: Engine, prompts: Sequence[Asked], batch: int) -> Decoded:
@@ -116,16 +122,26 @@ def decode(engine: Engine, prompts: Sequence[Asked], batch: int) -> Decoded:
     loop = engine.loop
     for group in groups(prompts, batch):
         requests = [one.request() for one in group]
-        for request in requests:
+        waiting = requests[::-1]
+        running = [waiting.pop() for _ in range(batch)]
+        for request in running:
             loop.submit(request)
-        while not all(request.output or request.finished for request in requests):
+        while not all(request.output or request.finished for request in running):
             loop.step()
         before = loop.statistics()
         started = time.perf_counter()
-        while not loop.idle:
+        while True:
             loop.step()
+            running = [request for request in running if not request.finished]
+            while waiting and len(running) < batch:
+                running.append(waiting.pop())
+                loop.submit(running[-1])
+            if len(running) < batch:
+                break
         done.seconds += time.perf_counter() - started
         after = loop.statistics()
+        while not loop.idle:
+            loop.step()
         done.tokens += after.tokens_generated - before.tokens_generated
         if before.speculation is not None and after.speculation is not None:
             done.gained += after.speculation.gained - before.speculation.gained
