@@ -165,7 +165,8 @@ class Backend(Protocol):
 
     @property
     def capabilities(self) -> Mapping[str, Any]:
-        """The ops (by name) and formats that `lower` accepts."""
+        """What `lower` accepts: `ops` by name, `weight_formats`, `activation_formats` of each, `kv_formats`, and `compute`, whose
+        first is what `auto` means. A key that is missing says nothing."""
 
     def gate(self, recipe: Recipe, source: ModelSource) -> Pass | None:
         """A pass that changes nothing and refuses what the backend cannot hold, before matrices are calibrated or rounded.

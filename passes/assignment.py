@@ -17,7 +17,7 @@ from enginewright.passes.matching import argument
 from enginewright.passes.program import Program
 from enginewright.passes.weights import Weight
 from enginewright.recipes.errors import InputError
-from enginewright.recipes.formats import default_activation, parse_weight
+from enginewright.recipes.formats import parse_weight
 from enginewright.recipes.recipe import ModuleFormat, Recipe
 
 __all__ = ["Assigned", "Matrix", "assign", "kind_of", "matrices_of", "notes_on", "roles"]
@@ -56,7 +56,7 @@ def assign(program: Program, recipe: Recipe) -> tuple[Assigned, list[str]]:
     wanted = recipe.assign({names[node]: role for node, role in found.items()})
     notes: list[str] = []
     assigned = {
-        node: _resolve(program, Matrix(node, names[node], role, *_pair(wanted[names[node]])), notes)
+        node: _resolve(program, recipe, Matrix(node, names[node], role, *_pair(wanted[names[node]])), notes)
         for node, role in found.items()
     }
     return assigned, _summarised(notes)
@@ -139,14 +139,15 @@ def _module_names(program: Program, nodes: Iterable[fx.Node]) -> dict[fx.Node, s
     return names
 
 
-def _resolve(program: Program, matrix: Matrix, notes: list[str]) -> Matrix:
+def _resolve(program: Program, recipe: Recipe, matrix: Matrix, notes: list[str]) -> Matrix:
     """The matrix with `keep` replaced by what its checkpoint holds."""
     node = matrix.node
     kinds = [held(program.weight_of(part)) for part in matrices_of(node)]
     found = [kind for kind in kinds if kind is not None]
     if kind_of(node) == "moe" and matrix.activation == "int8_static":
-        notes.append(f"experts take no static activation scale: {default_activation(matrix.weight)} instead")
-        matrix = replace(matrix, activation=default_activation(matrix.weight))
+        usual = recipe.activation_of(matrix.weight)
+        notes.append(f"experts take no static activation scale: {usual} instead")
+        matrix = replace(matrix, activation=usual)
     if matrix.activation == "int8_static" and matrix.role != "linear":
         raise InputError(
             f"{matrix.name} takes no static activation scale",
@@ -179,11 +180,11 @@ def _resolve(program: Program, matrix: Matrix, notes: list[str]) -> Matrix:
         notes.append(f"{kind.found} rounded again to {kind.format}")
     elif not kind.exact:
         notes.append(f"{kind.found} carried as {kind.format}, its scales rounded to float16")
-    activation, scale = default_activation(kind.format), 0.0
+    activation, scale = recipe.activation_of(kind.format), 0.0
     if kind.kept and kind.activation is not None:
         activation, scale = kind.activation, kind.activation_scale
         if kind_of(node) == "moe" and activation == "int8_static":
-            activation, scale = default_activation(kind.format), 0.0
+            activation, scale = recipe.activation_of(kind.format), 0.0
     return replace(matrix, weight=kind.format, activation=activation, kept=kind.kept, activation_scale=scale)
 
 

@@ -27,7 +27,7 @@ from enginewright.passes.program import Program, executed
 from enginewright.passes.quant_formats import dequantise, quantise_rtn
 from enginewright.passes.walk import Walk
 from enginewright.recipes.errors import InputError
-from enginewright.recipes.formats import activations_for, default_activation, parse_weight
+from enginewright.recipes.formats import activations_for, parse_weight
 from enginewright.recipes.recipe import Recipe
 
 __all__ = ["Choice", "Unit", "allocate", "choosable", "choose_formats", "divergences", "units_of"]
@@ -293,15 +293,14 @@ def choose_formats(
     changed = dict(assigned)
     for choice in choices:
         for node in choice.unit.nodes:
-            changed[node] = _given(assigned[node], choice.chosen)
+            changed[node] = _given(assigned[node], choice.chosen, recipe)
     return changed, choices
 
 
-def _given(matrix: Matrix, weight: str) -> Matrix:
+def _given(matrix: Matrix, weight: str, recipe: Recipe) -> Matrix:
     """The matrix in another format; an activation that was asked for stays, a default becomes the new format's."""
-    activation = default_activation(weight)
-    if matrix.activation != default_activation(matrix.weight) and matrix.activation in activations_for(
-        weight
-    ):
+    activation = recipe.activation_of(weight)
+    asked = matrix.activation != recipe.activation_of(matrix.weight)
+    if asked and matrix.activation in activations_for(weight):
         activation = matrix.activation
     return dataclasses.replace(matrix, weight=weight, activation=activation)

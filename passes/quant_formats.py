@@ -43,7 +43,12 @@ _LARGEST_E4M3 = 448.0
 def code_dtype(form: WeightFormat) -> torch.dtype:
     """What the codes of a format are held in."""
     if form.kind == "float":
-        return {"f32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[form.name]
+        return {
+            "f32": torch.float32,
+            "f16": torch.float16,
+            "bf16": torch.bfloat16,
+            "fp8": torch.float8_e4m3fn,
+        }[form.name]
     return torch.int8 if form.symmetric else torch.uint8
 
 
@@ -51,8 +56,8 @@ def code_dtype(form: WeightFormat) -> torch.dtype:
 class QuantTensor:
     """A quantised matrix, or a stack of them.
 
-    codes [..., N, K] int8 | uint8 | bfloat16 | float8_e4m3fn; scales, offsets [..., N, groups(K)] float32 (holding float16
-    values where the format says so), or None where the format has none. `offsets` are zero points in `_zp` formats.
+    codes [..., N, K] int8 | uint8 | float16 | bfloat16 | float8_e4m3fn; scales, offsets [..., N, groups(K)] float32 (holding
+    float16 values where the format says so), or None where the format has none. `offsets` are zero points in `_zp` formats.
     """
 
     format: WeightFormat
@@ -186,6 +191,11 @@ def quantise_rtn(
         return QuantTensor(form, weight.to(code_dtype(form)))
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("holds values that are not finite")
+    if form.name == "f16":
+        codes = weight.to(torch.float16)
+        if not bool(torch.isfinite(codes).all()):
+            raise ValueError(f"holds values beyond float16's {torch.finfo(torch.float16).max:,.0f}")
+        return QuantTensor(form, codes)
     if form.name == "fp8":
         scales = weight.float().abs().amax(-1, keepdim=True) / _LARGEST_E4M3
         codes = (weight.float() / _divisor(scales)).clamp_(-_LARGEST_E4M3, _LARGEST_E4M3)

@@ -4,7 +4,7 @@ Weights. G inputs share a scale (16, 32, 64, 128 or 256; without `_gG` a whole o
 
 | name                        | codes                     | value of a code            | scales |
 |-----------------------------|---------------------------|----------------------------|--------|
-| f32, bf16                   | the values                |                            | –      |
+| f32, f16, bf16              | the values                |                            | –      |
 | fp8                         | float8 e4m3               | scale · code               | f32    |
 | int8                        | -127 … 127                | scale · code               | f32    |
 | int8_gG                     | -127 … 127                | scale · code               | f16    |
@@ -15,7 +15,11 @@ A float offset carries GGUF's Q4_1 (offset = minimum) and Q4_0 (offset = -8 · s
 GPTQ and AWQ checkpoints have zero points, which a float offset in f16 cannot carry exactly.
 
 Activations. `int8_gG`: one scale a token and group of G inputs. `int8`: one scale a token. `int8_static`: one
-scale for all tokens, found by calibration. All are symmetric, codes -127 … 127.
+scale for all tokens, found by calibration. All are symmetric, codes -127 … 127. `f32`, `f16` and `bf16` round to that
+type: with integer weights, the products are then those of dequantised weights ("weight-only").
+
+Compute. What values are between products: `f32`, `f16` or `bf16`; `auto` is the backend's own choice. Which formats a
+backend takes, it says in its capabilities.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from typing import Literal
 
 __all__ = [
     "ACTIVATION_FORMATS",
+    "COMPUTE_FORMATS",
     "GROUPS",
     "KV_FORMATS",
     "WEIGHT_FORMATS",
@@ -40,6 +45,7 @@ __all__ = [
 GROUPS = (16, 32, 64, 128, 256)
 """Inputs that may share a scale."""
 
+_FLOATS = {"f32": 32, "f16": 16, "bf16": 16, "fp8": 8}
 _CODES = {"int8": 8, "uint8": 8, "int4": 4, "int3": 3, "int2": 2}
 
 
@@ -94,8 +100,8 @@ _PATTERN = re.compile(r"(u?int\d+)(?:_g(\d+))?(_zp)?")
 @functools.cache
 def parse_weight(name: str) -> WeightFormat:
     """The format of that name. Raises ValueError for a name that is none."""
-    if name in ("f32", "bf16", "fp8"):
-        return WeightFormat(name, "float", {"f32": 32, "bf16": 16, "fp8": 8}[name])
+    if name in _FLOATS:
+        return WeightFormat(name, "float", _FLOATS[name])
     found = _PATTERN.fullmatch(name)
     if found is None or found[1] not in _CODES or (found[2] and int(found[2]) not in GROUPS):
         raise ValueError(f"there is no weight format {name!r}")
@@ -107,9 +113,7 @@ def parse_weight(name: str) -> WeightFormat:
 
 
 WEIGHT_FORMATS = (
-    "f32",
-    "bf16",
-    "fp8",
+    *_FLOATS,
     *(
         f"{codes}{group}{zero}"
         for codes in _CODES
@@ -119,27 +123,42 @@ WEIGHT_FORMATS = (
 )
 """Every weight format that a graph may hold."""
 
-ACTIVATION_FORMATS = ("f32", "bf16", "int8", "int8_g16", "int8_g32", "int8_g64", "int8_g128", "int8_static")
-KV_FORMATS = ("f32", "bf16", "int8")
+ACTIVATION_FORMATS = (
+    "f32",
+    "f16",
+    "bf16",
+    "int8",
+    "int8_g16",
+    "int8_g32",
+    "int8_g64",
+    "int8_g128",
+    "int8_static",
+)
+KV_FORMATS = ("f32", "f16", "bf16", "int8")
+COMPUTE_FORMATS = ("auto", "f32", "f16", "bf16")
 
 
-def default_activation(weight: str) -> str:
+def default_activation(weight: str, compute: str = "auto") -> str:
     """The activation format that goes with a weight format unless a recipe says otherwise.
 
-    Integer weights meet int8 activations, one scale a token and group; the group equals the weight's, at most 128. Weights
-    with one scale a channel take groups of 32: on SmolLM2 groups of 64 cost a third more KL divergence (0.0085
-    against 0.0065 nats).
+    Integer weights take what `compute` names. Where that is `auto`, they meet int8 activations, one scale a token and group; the
+    group equals the weight's, at most 128. Weights with one scale a channel take groups of 32: on SmolLM2 groups of 64 cost a
+    third more KL divergence (0.0085 against 0.0065 nats).
     """
     form = parse_weight(weight)
     if form.kind == "float":
-        return "f32" if weight == "f32" else "bf16"
+        return "bf16" if weight == "fp8" else weight
+    if compute != "auto":
+        return compute
     return f"int8_g{min(form.group, 128)}" if form.group else "int8_g32"
 
 
 def activations_for(weight: str) -> tuple[str, ...]:
     """Activation formats that a product with this weight format may take."""
     default = default_activation(weight)
-    return (default,) if parse_weight(weight).kind == "float" else (default, "int8", "int8_static")
+    if parse_weight(weight).kind == "float":
+        return (default,)
+    return (default, "int8", "int8_static", *COMPUTE_FORMATS[1:])
 
 
 def activation_group(name: str) -> int | None:

@@ -13,7 +13,13 @@ from typing import Any
 
 from enginewright.recipes import values
 from enginewright.recipes.errors import InputError, near_matches
-from enginewright.recipes.formats import KV_FORMATS, activations_for, default_activation, parse_weight
+from enginewright.recipes.formats import (
+    COMPUTE_FORMATS,
+    KV_FORMATS,
+    activations_for,
+    default_activation,
+    parse_weight,
+)
 from enginewright.recipes.values import KEEP, by, unusable
 
 __all__ = [
@@ -188,7 +194,11 @@ def _overrides(value: Any, key: str) -> tuple[Override, ...]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One resolved recipe. `router` is the linear that scores experts: small, and wrong choices cost much."""
+    """One resolved recipe. `router` is the linear that scores experts: small, and wrong choices cost much.
+
+    `compute` is what values are between products, and what activations `auto` are beside integer weights; `auto` leaves both
+    to the backend.
+    """
 
     name: str = field(metadata=by(values.text))
     linear: Linear = field(metadata=by(_section(Linear)))
@@ -197,6 +207,7 @@ class Recipe:
     kv_cache: KvCache = field(metadata=by(_section(KvCache)))
     description: str = field(default="", metadata=by(values.text))
     router: Linear = field(default=Linear("f32"), metadata=by(_section(Linear)))
+    compute: str = field(default="auto", metadata=by(values.one_of(*COMPUTE_FORMATS)))
     calibration: Calibration = field(default=Calibration(), metadata=by(_section(Calibration)))
     smooth: Smooth = field(default=Smooth(), metadata=by(_section(Smooth)))
     quantise: Quantise = field(default=Quantise(), metadata=by(_section(Quantise)))
@@ -234,8 +245,14 @@ class Recipe:
         plain["overrides"] = [dict(item) for item in plain["overrides"]]
         plain["mixed"]["candidates"] = list(self.mixed.candidates)
         for section in (plain["linear"], plain["head"], plain["router"], *plain["overrides"]):
-            section["activation"] = _resolve_activation(section["weight"], section["activation"])
+            section["activation"] = self.activation_of(section["weight"], section["activation"])
         return plain
+
+    def activation_of(self, weight: str, activation: str = "auto") -> str:
+        """The activation format beside a weight format: what `auto` stands for in this recipe."""
+        if activation != "auto" or weight == KEEP:
+            return activation
+        return default_activation(weight, self.compute)
 
     def overrides_on(self, module: str) -> list[Override]:
         """The overrides that match a module's checkpoint name."""
@@ -259,13 +276,9 @@ class Recipe:
                 raise _unmatched(index, override.match, modules)
             chosen.update(dict.fromkeys(matched, (override.weight, override.activation)))
         return {
-            name: ModuleFormat(weight, _resolve_activation(weight, activation))
+            name: ModuleFormat(weight, self.activation_of(weight, activation))
             for name, (weight, activation) in chosen.items()
         }
-
-
-def _resolve_activation(weight: str, activation: str) -> str:
-    return activation if activation != "auto" or weight == KEEP else default_activation(weight)
 
 
 def _unmatched(index: int, pattern: str, modules: Iterable[str]) -> InputError:

@@ -38,7 +38,7 @@ class CheckpointBackend:
     def capabilities(self) -> Mapping[str, Any]:
         from enginewright.backends.checkpoint.schemes import writable_formats
 
-        return {"weight_formats": list(writable_formats())}
+        return {"weight_formats": list(writable_formats()), "compute": ["auto"]}
 
     def gate(self, recipe: Recipe, source: ModelSource) -> Pass:
         from enginewright.backends.checkpoint.requirements import Writable

@@ -12,11 +12,11 @@ from typing import Any
 
 from enginewright.backends.artifact import canonical_json
 from enginewright.backends.base import LowerProgress
+from enginewright.backends.cpu.formats import KV_FORMATS, WEIGHT_FORMATS, activations_for
 from enginewright.backends.cpu.lowering import RULES, Lowering
 from enginewright.backends.cpu.weights_file import WeightsFile
 from enginewright.passes.program import Program, Stage
 from enginewright.recipes.errors import LoweringError
-from enginewright.recipes.formats import WEIGHT_FORMATS, activations_for
 from enginewright.recipes.recipe import Recipe
 
 __all__ = ["capabilities", "lower"]
@@ -36,7 +36,8 @@ def capabilities() -> dict[str, Any]:
         "ops": sorted(RULES),
         "weight_formats": list(WEIGHT_FORMATS),
         "activation_formats": {name: list(activations_for(name)) for name in WEIGHT_FORMATS},
-        "kv_formats": ["f32", "bf16", "int8"],
+        "kv_formats": list(KV_FORMATS),
+        "compute": ["auto"],
         "page_sizes": [16, 32],
     }
 

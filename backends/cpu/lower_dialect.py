@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from enginewright.backends.cpu.formats import activations_for
 from enginewright.backends.cpu.lowering import (
     Constant,
     Lowering,
@@ -20,7 +21,6 @@ from enginewright.backends.cpu.pack import TILE_ROWS, Array
 from enginewright.backends.cpu.views import View, sliced
 from enginewright.backends.cpu.weights_file import Matrix
 from enginewright.passes.weights import Weight
-from enginewright.recipes.formats import activations_for
 
 __all__: list[str] = []
 

@@ -40,6 +40,8 @@ def simulate_activation(x: Tensor, activation_format: str, activation_scale: flo
     """
     if activation_format == "f32":
         return x.float()
+    if activation_format == "f16":
+        return x.to(torch.float16).float()
     if activation_format == "bf16":
         return x.to(torch.bfloat16).float()
     if activation_format == "int8_static":

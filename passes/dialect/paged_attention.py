@@ -12,9 +12,9 @@ are those of `ew::attention`. `group` is the KV group, `layer` the layer's index
 cache stores keys and values; both are rounded to it as they are written and read back from the pools, so its rounding
 is seen in the step that writes them:
 
-    f32, bf16   the values, rounded to nearest even
-    int8        scale · code, one f32 scale a token and kv head: scale = max|x| / 127 over the head's features,
-                code = round to nearest even of x · (127 / max|x|); a vector whose max|x| is below 2^-100 is zero
+    f32, f16, bf16   the values, rounded to nearest even
+    int8             scale · code, one f32 scale a token and kv head: scale = max|x| / 127 over the head's features,
+                     code = round to nearest even of x · (127 / max|x|); a vector whose max|x| is below 2^-100 is zero
 
 The products are of what is stored. With bf16 and int8 the other factor is bf16 too: queries are rounded, and softmax weights
 exp(score - the largest score in its span of 512 positions), times the value's scale with int8. They are divided by the sum
@@ -28,13 +28,15 @@ from torch import Tensor
 from .attention import attend, scores
 from .registry import define
 
-KV_FORMATS = ("f32", "bf16", "int8")
+KV_FORMATS = ("f32", "f16", "bf16", "int8")
 SPAN = 512  # positions; spans begin at its multiples
 
 
 def round_kv(x: Tensor, kv_format: str) -> Tensor:
     """x [..., D] as a cache of that format gives it back, in f32."""
     x = x.float()
+    if kv_format == "f16":
+        return x.half().float()
     if kv_format == "bf16":
         return x.bfloat16().float()
     if kv_format == "int8":
@@ -109,7 +111,7 @@ def reference(
         seen = torch.arange(oldest, context, device=q.device)
         keys, values = (pool[pages[seen // page_size], seen % page_size] for pool in (key_pool, value_pool))
         query = q[start:end]
-        if kv_format == "f32":
+        if kv_format in ("f32", "f16"):
             rows = attend(query, keys, values, sinks, alibi, first - oldest, scale, window, softcap)
         else:
             logits = scores(query.bfloat16(), keys, alibi, first - oldest, scale, window, softcap)

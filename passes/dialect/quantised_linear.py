@@ -1,9 +1,9 @@
 """ew::quantised_linear — `ew::linear` with stored (quantised) weights and, if asked, rounded activations.
 
-    x [T, ..., K] f32, codes [N, K] uint8 | int8 | bf16 | float8_e4m3fn, scales [N, G] f32?, offsets [N, G] f32?, bias [N] f32?
+    x [T, ..., K] f32, codes [N, K] uint8 | int8 | f16 | bf16 | float8_e4m3fn, scales, offsets [N, G] f32?, bias [N] f32?
     ->  [T, ..., N] f32:  round(x) · dequantise(codes)ᵀ + bias
 
-G is the number of groups of `weight_format`; `offsets` are zero points where it says so; `bf16` has neither scales nor
+G is the number of groups of `weight_format`; `offsets` are zero points where it says so; `f16` and `bf16` have neither scales nor
 offsets (recipes/formats.py). `activation_format` says how x is rounded first; `activation_scale` is the scale of `int8_static`.
 
 With `outlier_columns` [C] int32, ascending, and `outlier_weight` [N, C] bf16: those features of x are left out of the product

@@ -21,6 +21,7 @@ from enginewright import __version__
 from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
 from enginewright.backends.base import Backend
+from enginewright.backends.requirements import adapt
 from enginewright.calibration import check_calibration, from_file, from_model
 from enginewright.distillation import distil_head
 from enginewright.passes.assignment import assign
@@ -107,6 +108,7 @@ def optimize(
         resolved = replace(resolved, calibration=given)
     check_calibration(resolved)
     target = get_backend(backend)
+    resolved = adapt(resolved, target)
     if resolved.draft.layers is not None and not target.drafts:
         raise InputError(
             f"the {target.name} backend writes no drafts",

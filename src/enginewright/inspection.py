@@ -251,7 +251,7 @@ def _draft(manifest: dict[str, Any]) -> str:
 
 def _bytes_a_token(layer: dict[str, Any], kv_format: str) -> int:
     """Bytes of one token's keys and values in one layer; an int8 cache has two f32 scales a head besides."""
-    width, scales = {"f32": (4, 0), "bf16": (2, 0), "int8": (1, 8)}[kv_format]
+    width, scales = {"f32": (4, 0), "f16": (2, 0), "bf16": (2, 0), "int8": (1, 8)}[kv_format]
     return layer["kv_heads"] * (width * (layer["key_dim"] + layer["value_dim"]) + scales)
 
 

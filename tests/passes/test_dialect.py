@@ -125,9 +125,10 @@ def test_an_int8_cache_keeps_codes_and_one_scale_a_head():
     torch.testing.assert_close(codes * limit / 127, rounded)
     assert ((rounded - x).abs() <= limit / 254 * 1.0001 + 2.0**-101).all() and codes.abs().max() == 127
     assert torch.equal(round_kv(x, "bf16"), x.bfloat16().float()) and round_kv(x, "f32") is x
+    assert torch.equal(round_kv(x, "f16"), x.half().float())
     ties = torch.tensor([127.0, 0.5, 1.5, -2.5])
     assert round_kv(ties, "int8").tolist() == [127.0, 0.0, 2.0, -2.0]
-    with pytest.raises(ValueError, match="unknown cache format 'fp4'; known: f32, bf16, int8"):
+    with pytest.raises(ValueError, match="unknown cache format 'fp4'; known: f32, f16, bf16, int8"):
         round_kv(x, "fp4")
 
 

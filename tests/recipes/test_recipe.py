@@ -113,8 +113,8 @@ def test_overrides_take_lists_numbers_null_and_indices():
         (["linear.weight=true"], ["'linear.weight'", "found: True"]),
         (["linear.weight="], ["'linear.weight'", "found: null"]),
         (
-            ["linear.activation=bf16"],
-            ["'linear.activation'", "weight int4_g64, activation bf16", "activation int8"],
+            ["linear.activation=int8_g16"],
+            ["'linear.activation'", "weight int4_g64, activation int8_g16", "activation int8"],
         ),
         (["kv_cache.page_size=17"], ["'kv_cache.page_size'", "found: 17", "16, 32"]),
         (["kv_cache.page_size=16.0"], ["'kv_cache.page_size'", "found: 16.0"]),

@@ -5,10 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from enginewright.backends.cpu.formats import WEIGHT_FORMATS, activations_for
 from enginewright.recipes.formats import (
-    WEIGHT_FORMATS,
     activation_group,
-    activations_for,
     default_activation,
     parse_weight,
 )

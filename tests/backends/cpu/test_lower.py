@@ -15,6 +15,7 @@ from torch import fx
 
 from enginewright.backends.cpu import _native
 from enginewright.backends.cpu.executor import CpuExecutor
+from enginewright.backends.cpu.formats import WEIGHT_FORMATS, activations_for
 from enginewright.backends.cpu.lower import capabilities, lower
 from enginewright.passes import legality
 from enginewright.passes.dialect import OPS
@@ -25,7 +26,7 @@ from enginewright.passes.quant_formats import QuantisedWeight, quantise_rtn
 from enginewright.passes.select_rows import SelectRows
 from enginewright.passes.weights import ConstantTensor
 from enginewright.recipes.errors import LoweringError
-from enginewright.recipes.formats import WEIGHT_FORMATS, activations_for, default_activation
+from enginewright.recipes.formats import default_activation
 from enginewright.recipes.recipe import load_recipe
 from tests.backends.cpu.interpreter import Interpreter
 from tests.backends.cpu.small_programs import Pages, step_input

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from enginewright.backends.cpu.formats import WEIGHT_FORMATS
 from enginewright.backends.cpu.pack import (
     Array,
     Layout,
@@ -14,7 +15,7 @@ from enginewright.backends.cpu.pack import (
     to_bf16,
     unpack_tiles,
 )
-from enginewright.recipes.formats import WEIGHT_FORMATS, parse_weight
+from enginewright.recipes.formats import parse_weight
 
 from .packed_weights import from_bf16_bits, pack_codes, pack_float
 

@@ -1,0 +1,61 @@
+"""What a recipe asks for, held against what a backend can hold, before any work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from enginewright.recipes.errors import InputError
+from enginewright.recipes.values import KEEP
+
+if TYPE_CHECKING:
+    from enginewright.backends.base import Backend
+    from enginewright.recipes.recipe import Recipe
+
+__all__ = ["adapt"]
+
+
+def adapt(recipe: Recipe, backend: Backend) -> Recipe:
+    """The recipe as this backend builds it: what it left to the backend is filled in.
+
+    Raises InputError at the first format that the backend's capabilities do not have, with the recipe's key.
+    """
+    able = backend.capabilities
+
+    def require(key: str, found: str, allowed: str) -> None:
+        if allowed in able and found not in able[allowed]:
+            raise InputError(
+                f"the {backend.name} backend does not hold {found}",
+                found=f"{key}: {found}",
+                expected="one of " + ", ".join(able[allowed]),
+                action=f"set {key} to one of them, choose another recipe, or build with another --backend",
+            )
+
+    if recipe.compute != "auto":
+        require("compute", recipe.compute, "compute")
+    elif "compute" in able:
+        recipe = replace(recipe, compute=able["compute"][0])
+    require("kv_cache.format", recipe.kv_cache.format, "kv_formats")
+    require(
+        "embedding.weight", recipe.embedding.weight, "weight_formats"
+    ) if recipe.embedding.weight != KEEP else None
+    matrices = {
+        **{role: getattr(recipe, role) for role in ("linear", "head", "router")},
+        **{f"overrides.{index}": override for index, override in enumerate(recipe.overrides)},
+    }
+    for key, matrix in matrices.items():
+        if matrix.weight == KEEP:
+            continue
+        require(f"{key}.weight", matrix.weight, "weight_formats")
+        activation = recipe.activation_of(matrix.weight, matrix.activation)
+        allowed = able.get("activation_formats", {}).get(matrix.weight)
+        if allowed is not None and activation not in allowed:
+            raise InputError(
+                f"the {backend.name} backend multiplies no {activation} activations with {matrix.weight} weights",
+                found=f"{key}.activation: {activation}",
+                expected="one of " + ", ".join(allowed),
+                action=f"set {key}.activation=auto",
+            )
+    for candidate in recipe.mixed.candidates if recipe.mixed.wanted else ():
+        require("mixed.candidates", candidate, "weight_formats")
+    return recipe
