@@ -5,7 +5,7 @@ import { recall, remember } from "./settings.js";
 const get = (id) => document.getElementById(id);
 const NUMBERS = [
   "temperature", "max_tokens", "top_p", "top_k", "min_p", "typical_p",
-  "frequency_penalty", "presence_penalty", "repetition_penalty", "seed",
+  "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "draft_tokens",
 ];
 
 let turns = [];  // {role, content} of the conversation so far
@@ -22,7 +22,7 @@ function settings() {
 // What to send: only what is set, so that the server's own defaults hold for the rest.
 function options(values) {
   const chosen = {};
-  for (const name of NUMBERS) if (values[name] !== "") chosen[name] = Number(values[name]);
+  for (const name of NUMBERS) if (values[name]) chosen[name] = Number(values[name]);
   const stop = values.stop.split("\n").filter((line) => line);
   if (stop.length) chosen.stop = stop;
   return chosen;

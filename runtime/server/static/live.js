@@ -139,9 +139,12 @@ function showNumbers(status) {
   showSpeculation(status.speculation);
 }
 
-// How much of what was proposed came true, and what a step gives a sequence; nothing where the engine does not speculate.
+// How much of what was proposed came true, and what a step gives a sequence, and how many may be proposed; nothing where the engine does not speculate.
 function showSpeculation(speculation) {
-  for (const figure of document.querySelectorAll(".speculation")) figure.hidden = !speculation;
+  for (const part of document.querySelectorAll(".speculation")) {
+    part.hidden = !speculation;
+    for (const field of part.querySelectorAll("input")) field.disabled = !speculation;  // nothing is sent that nobody sees
+  }
   get("accepted").textContent = percent(speculation?.acceptance_rate) ?? "–";
   get("each").textContent = speculation ? speculation.tokens_per_step.toFixed(2) : "–";
 }

@@ -252,8 +252,16 @@ def test_speculation_is_shown_where_there_is_any(page: Any, seen: Seen) -> None:
     seen.status = {"speculation": {**figures, "acceptance_rate": None, "tokens_per_step": 1.0}}
     page.locator("#accepted", has_text="–").wait_for()
     assert page.locator("#each").inner_text() == "1.00"
+    page.get_by_text("Settings", exact=False).first.click()
+    page.get_by_label("Draft tokens").fill("0")
+    say(page, "Hello")
+    wait_for_answers(page, 1)
     seen.status = {}
     page.get_by_text("drafts accepted").wait_for(state="hidden")
+    assert page.get_by_label("Draft tokens").is_hidden()
+    say(page, "Hello again")
+    wait_for_answers(page, 2)
+    assert seen.bodies[0]["draft_tokens"] == 0 and "draft_tokens" not in seen.bodies[1]
 
 
 def test_every_page_of_the_pool_has_its_colour_on_the_map(page: Any, seen: Seen) -> None:
