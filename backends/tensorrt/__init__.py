@@ -1,0 +1,1 @@
+"""The TensorRT backend: a Program as an INetworkDefinition, and the engine that runs it."""
