@@ -100,7 +100,7 @@ def sample(model: str, count: int) -> np.ndarray:
 
     from tokenizers import Tokenizer
 
-    text = resources.files("enginewright").joinpath("verification.txt").read_text(encoding="utf-8")
+    text = resources.files("enginewright").joinpath("verification", "text.txt").read_text(encoding="utf-8")
     return np.array(Tokenizer.from_file(f"{model}/tokenizer.json").encode(text).ids[:count], dtype=np.int64)
 
 

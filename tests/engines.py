@@ -48,7 +48,7 @@ def text_tokens(engine: Engine, count: int) -> list[int]:
     """The first `count` token ids of the package's sample text, as the engine's tokenizer makes them, repeated to length."""
     from importlib import resources
 
-    text = resources.files("enginewright").joinpath("verification.txt").read_text(encoding="utf-8")
+    text = resources.files("enginewright").joinpath("verification", "text.txt").read_text(encoding="utf-8")
     assert engine.tokenizer is not None
     tokens = engine.tokenizer.encode(text)
     while len(tokens) < count:

@@ -27,7 +27,11 @@ def test_a_wheel_from_the_sdist_serves_without_torch(tmp_path: Path) -> None:
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 1
     names = run(sys.executable, "-m", "zipfile", "-l", wheel)
-    for name in ("enginewright/recipes/int4.yaml", "enginewright/verification.txt", "enginewright/py.typed"):
+    for name in (
+        "enginewright/recipes/int4.yaml",
+        "enginewright/verification/text.txt",
+        "enginewright/py.typed",
+    ):
         assert name in names
     for path in (ROOT / "runtime" / "server" / "static").iterdir():
         assert f"enginewright/runtime/server/static/{path.name}" in names

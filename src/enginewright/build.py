@@ -41,7 +41,7 @@ from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import Recipe, load_recipe
 from enginewright.report import TOKENS, check_report, write_report
 from enginewright.runtime.engine import Engine, load
-from enginewright.verify import Verification, text_tokens, verify
+from enginewright.verification import Verification, text_tokens, verify
 
 _ONE_AT_A_TIME = threading.Lock()  # torch.export patches the whole process while it traces
 
