@@ -58,8 +58,9 @@ def _sha256_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _manifest_hash(manifest: Mapping[str, Any]) -> str:
-    without = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
+def _own_hash(document: Mapping[str, Any], key: str) -> str:
+    """The hash of a document without `key`, under which it stands in it."""
+    without = {name: value for name, value in document.items() if name != key}
     return hashlib.sha256(canonical_json(without)).hexdigest()
 
 
@@ -231,7 +232,7 @@ def open_engine(path: str | os.PathLike[str], check: bool = False) -> Artifact:
     _check_shape(manifest, folder)
     for name, entry in sorted(manifest["files"].items()):
         _check_file(name, entry, folder, manifest, check)
-    if (found := _manifest_hash(manifest)) != manifest["manifest_sha256"]:
+    if (found := _own_hash(manifest, "manifest_sha256")) != manifest["manifest_sha256"]:
         raise ArtifactError(
             f"{folder / MANIFEST} has changed since it was built",
             found=f"sha256 {found}",
@@ -239,7 +240,15 @@ def open_engine(path: str | os.PathLike[str], check: bool = False) -> Artifact:
             action=_rebuild(manifest, folder),
         )
     has_build = (folder / BUILD).is_file() and (folder / BUILD).resolve().is_relative_to(folder)
-    return Artifact(folder, manifest, _read_json(folder / BUILD) if has_build else {})
+    build = _read_json(folder / BUILD) if has_build else {}
+    if check and has_build and (found := _own_hash(build, "build_sha256")) != build.get("build_sha256"):
+        raise ArtifactError(
+            f"{folder / BUILD} has changed since it was written",
+            found=f"sha256 {found}",
+            expected=f"sha256 {build.get('build_sha256')}",
+            action="copy the engine again; the file only tells how the engine was made, and may also be removed",
+        )
+    return Artifact(folder, manifest, build)
 
 
 # -------------------------------------------------------------------------------------------------- writing
@@ -333,11 +342,13 @@ class ArtifactWriter:
             if name not in (MANIFEST, BUILD)
         }
         full = {**manifest, "format_version": FORMAT_VERSION, "files": files}
-        full["manifest_sha256"] = _manifest_hash(full)
+        full["manifest_sha256"] = _own_hash(full, "manifest_sha256")
         missing = [key for key in _REQUIRED if key not in full]
         if missing:
             raise ValueError(f"the manifest lacks {missing}")
-        (self.path / BUILD).write_bytes(canonical_json(dict(build or {})))
+        told = dict(build or {})
+        told["build_sha256"] = _own_hash(told, "build_sha256")
+        (self.path / BUILD).write_bytes(canonical_json(told))
         (self.path / MANIFEST).write_bytes(canonical_json(full))
         for path in sorted(self.path.rglob("*"), reverse=True):
             _sync(path)

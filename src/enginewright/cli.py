@@ -24,6 +24,7 @@ from enginewright.recipes.errors import EnginewrightError, InputError
 from enginewright.serving import serve
 
 from .speculation_cli import speculation_options
+from .verify_cli import verify_command
 from .workload_cli import LengthsType, bench_workload, refuse_workload_options, workload_options
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -482,5 +483,6 @@ def _one_length(option: str, lengths: Any) -> int:
     return int(lengths.low)
 
 
-serve.callback = _reports_errors(serve.callback)  # type: ignore[arg-type]
-engine.add_command(serve)
+for command in (serve, verify_command):
+    command.callback = _reports_errors(command.callback)  # type: ignore[arg-type]
+    engine.add_command(command)

@@ -78,7 +78,7 @@ def faulty_from(position: int, limit: float, noise: float = 0.02) -> list[str]:
 def test_a_fault_that_begins_at_a_position_shows_though_the_mean_is_within_its_limit() -> None:
     assert faulty_from(1000, 5.0) == []
     (failure,) = faulty_from(150, 5.0)
-    assert failure.startswith("positions 128 to 179 have a mean KL of")
+    assert failure.startswith("positions 128 to 179 have a median KL of")
     window = faulty_from(100, 20.0)
     assert any(failure.startswith("positions 100 to 127") for failure in window)
 

@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 _BLOCK = 64  # positions compared at a time: bounds the float64 temporaries of a large vocabulary
 _BEST = 5
 _LEAST_IN_BAND = 16  # positions from which a band's mean says something
-_BAND_RATIO = 8.0  # a band's mean divergence over that of the best one; of good engines it is about 2
+_BAND_RATIO = 8.0  # a band's median divergence over that of the best one
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Band:
     last: int
     positions: int
     mean_kl: float
+    median_kl: float
     top1_agreement: float
     max_logit_error: float
 
@@ -166,9 +167,10 @@ class Figures:
         for first, last in itertools.pairwise(edges):
             inside = (places >= first) & (places < last)
             if inside.any():
-                mean = float(np.maximum(kl[inside], 0.0).mean())
+                nats = np.maximum(kl[inside], 0.0)
+                middle = (float(nats.mean()), float(np.median(nats)))
                 top1 = 1.0 - float(differs[inside].mean())
-                found.append(Band(first, last, int(inside.sum()), mean, top1, float(errors[inside].max())))
+                found.append(Band(first, last, int(inside.sum()), *middle, top1, float(errors[inside].max())))
         return found
 
     def verdict(
@@ -231,16 +233,19 @@ class Figures:
 
 
 def _odd_bands(bands: Sequence[Band], limit: float | None) -> list[str]:
-    """Bands that differ from the source far more than the best of them does, by a tenth of the recipe's limit at least."""
+    """Bands that differ from the source far more than the best of them does, by a tenth of the recipe's limit at least.
+
+    Medians, since a fault that begins at a position is in every one after it, and one unlucky position makes a mean.
+    """
     telling = [band for band in bands if band.positions >= _LEAST_IN_BAND]
     if limit is None or not telling:
         return []
-    best = min(telling, key=lambda band: band.mean_kl)
+    best = min(telling, key=lambda band: band.median_kl)
     return [
-        f"positions {band.first} to {band.last - 1} have a mean KL of {band.mean_kl:.4g}, "
-        f"those from {best.first} to {best.last - 1} one of {best.mean_kl:.4g}"
+        f"positions {band.first} to {band.last - 1} have a median KL of {band.median_kl:.4g}, "
+        f"those from {best.first} to {best.last - 1} one of {best.median_kl:.4g}"
         for band in telling
-        if band.mean_kl > max(_BAND_RATIO * best.mean_kl, limit / 10)
+        if band.median_kl > max(_BAND_RATIO * best.median_kl, limit / 10)
     ]
 
 

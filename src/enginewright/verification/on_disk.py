@@ -1,0 +1,122 @@
+"""`engine verify`: an engine on disk, held against its files' hashes, its source model, an earlier engine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from enginewright.backends import get_backend
+from enginewright.backends.artifact import Artifact, open_engine
+from enginewright.progress import Progress
+from enginewright.recipes.errors import ArtifactError, InputError
+from enginewright.runtime.engine import load
+
+from .baseline import compare_with_baseline, read_baseline
+from .checks import Check, EngineReport, checks_of
+from .compare import verify
+
+__all__ = ["verify_engine"]
+
+_SAME = ("architecture", "parameters", "vocab_size", "num_layers")
+"""What the engine's manifest and the captured model must agree on."""
+
+
+def verify_engine(
+    path: str | os.PathLike[str],
+    against: str | os.PathLike[str] | None = None,
+    *,
+    adapter: str | os.PathLike[str] | None = None,
+    level: str = "quick",
+    baseline: str | os.PathLike[str] | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> EngineReport:
+    """Verify the engine in the folder `path`; see the module. Nothing is written.
+
+    `against` is the model that it was built from (as for `optimize`, with the `adapter`), `level` "quick" or "full", `baseline` a
+    file (`baseline.py`). Nothing is raised for what fails a check (`EngineReport.raise_if_failed`). Raises InputError and its kin
+    for what cannot be used: no engine, another model, no baseline.
+    """
+    if level not in ("quick", "full"):
+        raise InputError("there is no such level", found=repr(level), expected="quick or full")
+    if against is None and (adapter is not None or baseline is not None):
+        raise InputError(
+            f"--{'adapter' if adapter is not None else 'baseline'} means nothing here",
+            found="no --against",
+            action="name the model with --against",
+        )
+    earlier = None if baseline is None else read_baseline(Path(baseline))
+    progress = progress or Progress()
+    started = time.perf_counter()
+    with progress.stage("files") as record:
+        try:
+            artifact = open_engine(path, check=True)
+        except ArtifactError as error:
+            return _damaged(path, level, error)
+        record.detail = f"{len(artifact.manifest['files'])} files are what was built"
+    report = EngineReport(str(artifact.path), artifact.manifest, level)
+    report.checks.append(Check("files", "every file is what was built", True, record.detail))
+    if against is not None:
+        with progress.stage("verify") as record:
+            report.verification = _against(artifact, against, adapter, level, threads, progress)
+            record.detail = f"mean KL {report.verification['mean_kl']:.3g}"
+        report.checks += checks_of(report.verification)
+    if earlier is not None:
+        report.checks += compare_with_baseline(report, earlier)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _damaged(path: str | os.PathLike[str], level: str, error: ArtifactError) -> EngineReport:
+    manifest: dict[str, Any] = {}
+    report = EngineReport(os.fspath(path), manifest, level)
+    report.checks.append(Check("files", "every file is what was built", False, str(error)))
+    return report
+
+
+def _against(
+    artifact: Artifact,
+    model: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | None,
+    level: str,
+    threads: int | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    from enginewright.passes.capture import capture
+    from enginewright.passes.source import open_source
+
+    manifest = artifact.manifest
+    progress.update("capturing the model")
+    judge = capture(open_source(model, adapter), max_context=manifest["recipe"]["max_context"])
+    _require_same(manifest["model"], asdict(judge.facts), os.fspath(model))
+    limits = {key: value for key, value in manifest["recipe"]["verify"].items() if value is not None}
+    backend = get_backend(manifest["backend"])
+    if not backend.serves:
+        with backend.answers(artifact) as answers:
+            found = verify(
+                answers, judge, limits, demand_invariance=backend.exact, level=level, report=progress.update
+            )
+            return found.to_dict()
+    held = max((group["window"] for group in manifest["kv_groups"]), default=0) + (
+        4096 if level == "quick" else 12288
+    )
+    with load(artifact, threads=threads, cache_tokens=held, max_sequences=8) as engine:
+        found = verify(
+            engine, judge, limits, demand_invariance=backend.exact, level=level, report=progress.update
+        )
+        return found.to_dict()
+
+
+def _require_same(built: Mapping[str, Any], found: Mapping[str, Any], model: str) -> None:
+    for name in _SAME:
+        if built.get(name) != found[name]:
+            raise InputError(
+                f"the engine was not built from {model}",
+                found=f"{name} {found[name]}",
+                expected=f"{name} {built.get(name)}, as in the engine's manifest",
+                action="name the model that the engine was built from",
+            )
