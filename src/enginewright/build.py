@@ -12,7 +12,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
 from enginewright.backends.base import Backend
 from enginewright.backends.requirements import adapt
+from enginewright.build_cache import BuildCache, build_key, build_through_cache, build_twice
 from enginewright.calibration import check_calibration, from_file, from_model
 from enginewright.distillation import distil_head
 from enginewright.passes.assignment import assign
@@ -86,6 +87,8 @@ def optimize(
     report: str | os.PathLike[str] | None = None,
     force: bool = False,
     allow_unverified: bool = False,
+    cache: str | os.PathLike[str] | None = None,
+    check_reproducible: bool = False,
     progress: Progress | None = None,
     ledger: Ledger | None = None,
 ) -> BuildReport:
@@ -95,7 +98,8 @@ def optimize(
     recipe fields; `calibration` is the recipe's `calibration.source`: a file of text, or `self`; `adapter` is the folder of a
     LoRA adapter, which is merged into the model. `dump` is a folder that receives the graph after every pass; `report` one
     that receives layers.csv and layers.png: what rounding cost each unit. `force` replaces an engine at `out`. `ledger` is
-    told what every matrix is stored as.
+    told what every matrix is stored as. `cache` is a folder of engines that were built before (`build_cache.py`): one that has
+    the same inputs is copied, and not built. `check_reproducible` builds twice and publishes only what came out the same.
 
     Raises InputError and its kin for what cannot be used, and VerificationError when the engine's answers leave the recipe's
     limits (then nothing is published, unless `allow_unverified`).
@@ -129,6 +133,73 @@ def optimize(
     if report is not None:
         check_report(Path(report), resolved)
         ledger = ledger or Ledger()
+    order = _Order(model, adapter, resolved, target, dump, report, allow_unverified, progress, ledger)
+
+    def build(to: Path, replacing: bool) -> Artifact:
+        return _build(order, to, replacing)[0]
+
+    if check_reproducible and cache is not None:
+        raise InputError(
+            "--check-reproducible and --cache do not go together",
+            found="an engine from the cache is not built again",
+            action="leave one of them out",
+        )
+    if check_reproducible:
+        built, layers = build_twice(build, out, force, progress), []
+    elif cache is not None:
+        built, layers = _through_cache(Path(cache), order, build, out, force), []
+    else:
+        built, layers = _build(order, out, force)
+    passes = list(built.build.get("passes", []))
+    return BuildReport(built.path, built.manifest, passes, time.perf_counter() - started, layers)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What is to be built, of what, and how: `optimize`'s arguments, checked."""
+
+    model: str | os.PathLike[str]
+    adapter: str | os.PathLike[str] | None
+    recipe: Recipe
+    target: Backend
+    dump: str | os.PathLike[str] | None
+    report: str | os.PathLike[str] | None
+    allow_unverified: bool
+    progress: Progress
+    ledger: Ledger | None
+
+
+def _through_cache(
+    folder: Path, order: _Order, build: Callable[[Path, bool], Artifact], out: Path, force: bool
+) -> Artifact:
+    """The engine from the cache, or built and kept there."""
+    for name in ("dump", "report"):
+        if getattr(order, name) is not None:
+            raise InputError(
+                f"--cache and --{name} do not go together",
+                found="an engine from the cache is not built again, so there is nothing to show",
+                action="leave one of them out",
+            )
+    source, calibration = order.recipe.calibration.source, None
+    if order.recipe.calibrates and source != "self":
+        calibration = Path(source).expanduser()
+    with order.progress.stage("key") as record:
+        key = build_key(
+            Path(open_source(order.model).path),
+            None if order.adapter is None else Path(order.adapter).expanduser(),
+            order.recipe.resolved(),
+            calibration,
+            order.target.name,
+            order.target.target,
+        )
+        record.detail = key[:16]
+    return build_through_cache(BuildCache(folder), key, build, out, force, order.progress)
+
+
+def _build(order: _Order, out: Path, force: bool) -> tuple[Artifact, list[dict[str, Any]]]:
+    """From the opened model to the published engine; with what rounding cost each unit, where that was asked for."""
+    model, adapter, resolved, target = order.model, order.adapter, order.recipe, order.target
+    dump, report, progress, ledger = order.dump, order.report, order.progress, order.ledger
     with _ONE_AT_A_TIME, ArtifactWriter(out, force=force) as writer:
         with progress.stage("open") as record:
             source = open_source(model, adapter)
@@ -148,8 +219,10 @@ def optimize(
         if resolved.calibrates:
             _require_possible(program, resolved, gate)
         samples = samples or _samples_of_model(source, program, resolved, progress)
-        order = steps(resolved, samples, progress.update, until=Stage[target.stage], gate=gate, ledger=ledger)
-        passes, records = _run_passes(program, order, progress, dump)
+        wanted = steps(
+            resolved, samples, progress.update, until=Stage[target.stage], gate=gate, ledger=ledger
+        )
+        passes, records = _run_passes(program, wanted, progress, dump)
         draft, head_record = _draft(program, resolved, samples, target, progress)
         with progress.stage("lower") as record:
             files = target.lower(
@@ -181,11 +254,11 @@ def optimize(
                 title = f"{source.name}, {resolved.name}: what rounding cost each unit"
                 write_report(Path(report), layers, mixed, title)
                 record.detail = f"{len(layers)} units, {Path(report) / 'layers.csv'}"
-        if not allow_unverified:
+        if not order.allow_unverified:
             verification.raise_if_failed()
         build["seconds"] = {record.name: round(record.seconds, 3) for record in progress.records}
         path = writer.publish(manifest, build)
-    return BuildReport(path, open_engine(path).manifest, passes, time.perf_counter() - started, layers)
+    return open_engine(path), layers
 
 
 def _default_name(

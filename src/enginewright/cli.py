@@ -140,6 +140,17 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
 )
 @click.option("--force", is_flag=True, help="Replace an engine that stands at the output.")
 @click.option(
+    "--cache",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Take the engine from this folder if it was built before from the same inputs; else build it, and keep it there.",
+)
+@click.option(
+    "--check-reproducible",
+    is_flag=True,
+    help="Build twice, and publish the engine only if both have the same bytes.",
+)
+@click.option(
     "--allow-unverified", is_flag=True, help="Publish the engine even if verification fails; it says so."
 )
 @click.option(
@@ -166,6 +177,8 @@ def optimize(
     dump: Path | None,
     report: Path | None,
     force: bool,
+    cache: Path | None,
+    check_reproducible: bool,
     allow_unverified: bool,
     as_json: bool,
 ) -> None:
@@ -185,6 +198,8 @@ def optimize(
         report=report,
         force=force,
         allow_unverified=allow_unverified,
+        cache=cache,
+        check_reproducible=check_reproducible,
         progress=Progress(Console(stderr=True)),
     )
     if as_json:
