@@ -189,6 +189,15 @@ class Backend(Protocol):
         (passes/cut_draft.py), only for a backend that `drafts`.
         """
 
+    def runs_here(self, manifest: Mapping[str, Any]) -> str | None:
+        """Why this machine cannot run the engine of a manifest, in a line; None where it can."""
+
+    def rehearse(self, program: Program, recipe: Recipe, engine: Artifact) -> Executor | None:
+        """What evaluates the lowered form of `program` by its documented meaning, on any machine; None where nothing does.
+
+        Asked for where the engine itself cannot run.
+        """
+
     def load(self, engine: Artifact, **options: Any) -> Executor:
         """Load what `lower` wrote. Options are the backend's own. Raises ArtifactError."""
 

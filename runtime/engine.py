@@ -30,6 +30,7 @@ from .answer import Answer, TextDelta
 from .constraints import Constraint, ConstraintCompiler, Grammar
 from .draft_engine import EngineDrafter
 from .facts import cache_identity, end_tokens, longest_context
+from .first_load import require_goldens
 from .loop import FINISH_ERROR, FINISH_STOP, EngineLoop, LoopLimits
 from .memory import DEFAULT_CACHE_BYTES, longest_sequence, machine_memory, page_bytes, plan_pages
 from .memory import cache_tokens as tokens_held
@@ -110,6 +111,7 @@ def load(
         max_rows=min(token_budget, max(max_sequences, SCORED_ROWS)),
     )
     try:
+        require_goldens(artifact, executor)
         return Engine(
             artifact,
             executor,

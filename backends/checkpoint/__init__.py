@@ -65,6 +65,12 @@ class CheckpointBackend:
 
         return FolderAnswers(engine)
 
+    def runs_here(self, manifest: Mapping[str, Any]) -> None:
+        return None
+
+    def rehearse(self, program: Program, recipe: Recipe, engine: Artifact) -> None:
+        return None
+
     def load(self, engine: Artifact, **options: Any) -> NoReturn:
         engine.require(self.name, [self.target])
         raise ArtifactError(

@@ -52,6 +52,12 @@ class CpuBackend:
 
         return lower(program, recipe, directory, progress, draft)
 
+    def runs_here(self, manifest: Mapping[str, Any]) -> None:
+        return None
+
+    def rehearse(self, program: Program, recipe: Recipe, engine: Artifact) -> None:
+        return None
+
     def load(self, engine: Artifact, **options: Any) -> CpuExecutor:
         """Options: threads (None: one a core), weights ("mmap" or "copy"), max_tokens, max_rows, isa."""
         engine.require(self.name, [self.target])

@@ -35,7 +35,7 @@ class ReferenceExecutor:
         self._pages: list[int] = []
         self.vocab_size = program.facts.vocab_size
         self.max_tokens = self.max_rows = max_tokens
-        self.kv_groups = [
+        self.kv_groups: Sequence[KvGroupInfo] = [
             KvGroupInfo(
                 group.window,
                 page_size,

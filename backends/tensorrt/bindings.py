@@ -64,10 +64,14 @@ PROFILES = ("decode", "chunk")
 
 
 class _Layer(Protocol):
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    format: str
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def key_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def format(self) -> str: ...
 
 
 class _Group(Protocol):

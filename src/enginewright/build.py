@@ -43,6 +43,7 @@ from enginewright.recipes.recipe import Recipe, load_recipe
 from enginewright.report import TOKENS, check_report, write_report
 from enginewright.runtime.engine import Engine, load
 from enginewright.verification import Verification, text_tokens, verify
+from enginewright.verification.structure import verify_structure
 
 _ONE_AT_A_TIME = threading.Lock()  # torch.export patches the whole process while it traces
 
@@ -242,7 +243,7 @@ def _build(order: _Order, out: Path, force: bool) -> tuple[Artifact, list[dict[s
             manifest["calibration"] = {**samples.provenance(), **records, **head_record}
         build = _build_log(passes, program.notes)
         with progress.stage("verify") as record:
-            verification = _verify(writer, manifest, build, judge, resolved, target, progress)
+            verification = _verify(writer, manifest, build, program, judge, resolved, target, progress)
             record.detail = f"KL {verification.mean_kl:.3g}, top-1 {verification.top1_agreement:.1%}"
         manifest["verification"] = verification.to_dict()
         layers: list[dict[str, Any]] = []
@@ -423,12 +424,16 @@ def _verify(
     writer: ArtifactWriter,
     manifest: dict[str, Any],
     build: dict[str, Any],
+    program: Program,
     judge: Program,
     recipe: Recipe,
     target: Backend,
     progress: Progress,
 ) -> Verification:
-    """Load the unpublished folder, through the runtime where the backend serves, and hold it against the judge."""
+    """Load the unpublished folder, through the runtime where the backend serves, and hold it against the judge.
+
+    Where the engine cannot run here, the final Program is held against it instead, and what was lowered against that.
+    """
     names: dict[str, dict[str, Any]] = {
         path.relative_to(writer.path).as_posix(): {} for path in writer.path.rglob("*") if path.is_file()
     }
@@ -437,6 +442,10 @@ def _verify(
     if not target.serves:
         with target.answers(unpublished) as answers:
             return verify(answers, judge, limits, demand_invariance=target.exact, report=progress.update)
+    reason = target.runs_here(manifest)
+    if reason is not None:
+        build["not_run"] = reason
+        return verify_structure(unpublished, program, judge, recipe, target, limits, progress.update)
     window = max(group["window"] for group in manifest["kv_groups"])
     with load(unpublished, cache_tokens=window + 4096, max_sequences=8) as engine:
         build["isa"] = getattr(engine.executor, "isa", None)  # the figures hold for this kernel variant

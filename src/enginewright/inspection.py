@@ -10,6 +10,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from enginewright.runtime.first_load import STRUCTURE_ONLY
+
 if TYPE_CHECKING:
     from enginewright.backends.artifact import Artifact
     from enginewright.build import BuildReport
@@ -273,7 +275,7 @@ def _size_table(manifest: dict[str, Any]) -> Table:
 def verification_table(verification: dict[str, Any]) -> Table:
     """The figures of a verification beside their limits."""
     verdict = verification["verdict"]
-    colour = "green" if verdict == "passed" else "red"
+    colour = {"passed": "green", STRUCTURE_ONLY: "yellow"}.get(verdict, "red")
     table = _table(f"verification: [{colour}]{verdict}[/{colour}]", "figure", "measured", "limit")
     if "tokens" not in verification:
         return table
@@ -297,9 +299,26 @@ def verification_table(verification: dict[str, Any]) -> Table:
     row("perplexity ratio", f"{figure('perplexity_ratio', '.4f')} ({perplexity})", "max_perplexity_ratio")
     if verification["invariant"] is not None:
         row("same bits however scheduled", "yes" if verification["invariant"] else "no")
+    if verdict == STRUCTURE_ONLY:
+        _add_structure(table, verification)
     for failure in verification["failures"]:
         table.add_row("[red]failed[/red]", failure, "")
     return table
+
+
+def _add_structure(table: Table, verification: dict[str, Any]) -> None:
+    """What stands in for the answers of an engine that did not run."""
+    table.add_row("measured of", "the Program, not the engine: its target could not run here")
+    interpreted, golden = verification["interpreted"], verification["golden"]
+    if interpreted is not None:
+        found = interpreted["relative_logit_error"]
+        error = "not finite" if found is None else f"{found:.3g} of the largest logit"
+        table.add_row("what was lowered, interpreted", error, f"≤ {golden['tolerance']:g}")
+    table.add_row(
+        "checked at the first load",
+        f"{golden['rows']} rows of {golden['tokens']} tokens",
+        f"≤ {golden['tolerance']:g}",
+    )
 
 
 def bench_table(figures: dict[str, Any]) -> Table:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 Report = Callable[[str], None]
+Witness = Callable[[list[int], Array, Array], None]
+"""Called as witness(tokens, the judge's logits, the engine's logits) with each sample."""
 
 _SERVED_TOKENS = 320  # of the text, from which requests are made
 
@@ -40,6 +42,7 @@ def verify(
     demand_invariance: bool,
     level: str = "quick",
     report: Report = lambda line: None,
+    witness: Witness | None = None,
 ) -> Verification:
     """Run `engine` and `judge` on the same samples and compare.
 
@@ -59,7 +62,10 @@ def verify(
             alone = engine.logits([tokens], chunk_size=7 if len(tokens) < 64 else 61)[0]
             invariant = bool(invariant) and np.array_equal(alone.view(np.int32), logits.view(np.int32))
         with np.errstate(invalid="ignore"):  # logits that are not finite are counted, not warned of
-            figures.add(tokens, judge_logits(judge, tokens), logits)
+            reference = judge_logits(judge, tokens)
+            figures.add(tokens, reference, logits)
+        if witness is not None:
+            witness(tokens, reference, logits)
     schedules = []
     if demand_invariance and isinstance(engine, Engine) and all(figures.finite.values()):
         stream = text_tokens(encode, engine.vocab_size, _SERVED_TOKENS)

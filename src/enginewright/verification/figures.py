@@ -16,13 +16,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from enginewright.recipes.errors import VerificationError
+from enginewright.runtime.first_load import STRUCTURE_ONLY
 
 __all__ = ["Band", "Figures", "Verification", "band_edges"]
 
@@ -54,6 +55,9 @@ class Verification:
     `invariant`: whether the answers were the same however they were scheduled (None: not asked for); `schedules` says it of each
     way. `crosses_window`: whether a sample was longer than the widest window (None: no layer has one). A very wide window over a
     large vocabulary is not crossed, to bound the memory that the logits take. `limits` and `failures` make the verdict.
+
+    Where the engine could not run, the figures are the final Program's (structure.py): `golden` counts what is checked at the
+    engine's first load, and `interpreted` has the figures of what was lowered, if it could be interpreted.
     """
 
     samples: int
@@ -74,6 +78,8 @@ class Verification:
     failures: list[str]
     bands: list[dict[str, Any]] = field(default_factory=list)
     schedules: list[dict[str, Any]] = field(default_factory=list)
+    golden: dict[str, Any] | None = None
+    interpreted: dict[str, Any] | None = None
 
     @property
     def passed(self) -> bool:
@@ -82,7 +88,17 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain values, with the verdict, for the manifest; None for one that is not finite."""
-        return {"verdict": "passed" if self.passed else "failed", **_finite(asdict(self))}
+        figures = _finite(asdict(self))
+        if self.golden is None:
+            del figures["golden"], figures["interpreted"]
+        passed = "passed" if self.golden is None else STRUCTURE_ONLY
+        return {"verdict": passed if self.passed else "failed", **figures}
+
+    def as_structure_only(
+        self, golden: dict[str, Any], interpreted: dict[str, Any] | None, failures: Sequence[str] = ()
+    ) -> Verification:
+        """The same figures, as those of the Program alone."""
+        return replace(self, golden=golden, interpreted=interpreted, failures=[*self.failures, *failures])
 
     def raise_if_failed(self) -> None:
         """Raise VerificationError naming each figure that left its limit."""
