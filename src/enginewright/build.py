@@ -25,6 +25,7 @@ from enginewright.backends.requirements import adapt
 from enginewright.build_cache import BuildCache, build_key, build_through_cache, build_twice
 from enginewright.calibration import check_calibration, from_file, from_model
 from enginewright.distillation import distil_head
+from enginewright.html_report import first_layer
 from enginewright.passes.assignment import assign
 from enginewright.passes.calibration import Samples
 from enginewright.passes.capture import capture
@@ -242,6 +243,7 @@ def _build(order: _Order, out: Path, force: bool) -> tuple[Artifact, list[dict[s
         if samples is not None:
             manifest["calibration"] = {**samples.provenance(), **records, **head_record}
         build = _build_log(passes, program.notes)
+        build["graphs"] = {"captured": first_layer(judge), "final": first_layer(program)}
         with progress.stage("verify") as record:
             verification = _verify(writer, manifest, build, program, judge, resolved, target, progress)
             record.detail = f"KL {verification.mean_kl:.3g}, top-1 {verification.top1_agreement:.1%}"

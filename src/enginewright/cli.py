@@ -154,6 +154,12 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     "--allow-unverified", is_flag=True, help="Publish the engine even if verification fails; it says so."
 )
 @click.option(
+    "--html",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a page about the engine: passes, graph, sizes, verification, memory, provenance.",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of the tables."
 )
 @click.option(
@@ -180,12 +186,15 @@ def optimize(
     cache: Path | None,
     check_reproducible: bool,
     allow_unverified: bool,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Build a verified engine from MODEL: a Hugging Face folder, a .gguf file, or a hub name."""
     from enginewright.inspection import build_tables, print_tables
     from enginewright.progress import Progress
 
+    if html is not None and not html.absolute().parent.is_dir():
+        raise InputError(f"{html} cannot be written", found="no such folder", action="create it first")
     built = enginewright.optimize(
         model,
         recipe=recipe,
@@ -202,6 +211,12 @@ def optimize(
         check_reproducible=check_reproducible,
         progress=Progress(Console(stderr=True)),
     )
+    if html is not None:
+        from enginewright.backends.artifact import open_engine
+        from enginewright.html_report import page
+
+        text = page(built.manifest, open_engine(built.path).build, layers=built.layers)
+        html.write_text(text, encoding="utf-8")
     if as_json:
         click.echo(json.dumps(built.to_dict(), indent=1, ensure_ascii=False))
         return

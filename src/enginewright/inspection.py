@@ -220,7 +220,7 @@ def engine_tables(artifact: Artifact) -> list[Table]:
         facts.add_row(name, value)
     groups = _table("KV cache", "group", "window", "layers", "format", "page", "bytes a token")
     for index, group in enumerate(manifest["kv_groups"]):
-        token = sum(_bytes_a_token(layer, layer.get("format", group["format"])) for layer in group["layers"])
+        token = sum(bytes_a_token(layer, layer.get("format", group["format"])) for layer in group["layers"])
         window = f"{group['window']} tokens" if group["window"] else "all tokens"
         groups.add_row(
             str(index),
@@ -251,7 +251,7 @@ def _draft(manifest: dict[str, Any]) -> str:
     return f"{text}, mapped: top-1 agreement {top1['distilled']:.1%}, without the map {top1['shared']:.1%}"
 
 
-def _bytes_a_token(layer: dict[str, Any], kv_format: str) -> int:
+def bytes_a_token(layer: dict[str, Any], kv_format: str) -> int:
     """Bytes of one token's keys and values in one layer; an int8 cache has two f32 scales a head besides."""
     width, scales = {"f32": (4, 0), "f16": (2, 0), "bf16": (2, 0), "int8": (1, 8)}[kv_format]
     return layer["kv_heads"] * (width * (layer["key_dim"] + layer["value_dim"]) + scales)

@@ -42,6 +42,13 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--threads", metavar="N", type=click.IntRange(min=1), help="Threads of the engine.  [default: all cores]"
 )
 @click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write everything that was found.")
+@click.option(
+    "--html",
+    "html_file",
+    metavar="FILE",
+    type=_FILE,
+    help="Write a page about the engine and what was found.",
+)
 @click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the checks as JUnit XML.")
 def verify_command(
     path: str,
@@ -51,6 +58,7 @@ def verify_command(
     baseline: Path | None,
     threads: int | None,
     json_file: Path | None,
+    html_file: Path | None,
     junit_file: Path | None,
 ) -> None:
     """Verify ENGINE: every file is what was built; with --against MODEL, its answers are the model's within the recipe's
@@ -58,12 +66,13 @@ def verify_command(
 
     Exit code 0 where everything passed, 1 where a check failed.
     """
+    from enginewright.html_report import page
     from enginewright.inspection import print_tables
     from enginewright.progress import Progress
     from enginewright.verification.checks import junit
     from enginewright.verification.on_disk import verify_engine
 
-    for file in (json_file, junit_file):
+    for file in (json_file, junit_file, html_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise InputError(f"{file} cannot be written", found="no such folder", action="create it first")
     report = verify_engine(
@@ -79,6 +88,10 @@ def verify_command(
         json_file.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
     if junit_file is not None:
         junit_file.write_bytes(junit(report))
+    if html_file is not None and report.manifest:
+        html_file.write_text(
+            page(report.manifest, report.build, report.checks, report.verification), encoding="utf-8"
+        )
     print_tables([_table(report)])
     report.raise_if_failed()
 

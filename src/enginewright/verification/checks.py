@@ -45,6 +45,7 @@ class EngineReport:
     engine: str
     manifest: Mapping[str, Any]
     level: str
+    build: Mapping[str, Any] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     verification: dict[str, Any] | None = None
     seconds: float = 0.0

@@ -58,7 +58,7 @@ def verify_engine(
         except ArtifactError as error:
             return _damaged(path, level, error)
         record.detail = f"{len(artifact.manifest['files'])} files are what was built"
-    report = EngineReport(str(artifact.path), artifact.manifest, level)
+    report = EngineReport(str(artifact.path), artifact.manifest, level, artifact.build)
     report.checks.append(Check("files", "every file is what was built", True, record.detail))
     if against is not None:
         with progress.stage("verify") as record:
