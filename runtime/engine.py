@@ -71,12 +71,13 @@ def load(
 
     `threads`: None takes what the machine allows. `weights`: "mmap" shares pages between processes, "copy"
     reads them into this one. `check` hashes every file first. `max_sequences`, `token_budget`, `chunk_size`:
-    see `LoopLimits`, as for `policy` and `prefix_cache`. The key/value cache takes `cache_tokens` tokens, or `cache_bytes`
-    (1 GiB unless given); no more than max_sequences sequences can use. `max_context` bounds the tokens of a sequence further
-    than the engine itself does. `speculate` ("ngram", "self", or the folder of a smaller engine) and `draft_tokens` ("auto" or a
-    number) let tokens be proposed and verified (`drafters.py`); that changes how fast tokens come, and none of them, unless
-    `draft_rule` is "resample". A drafting engine has a key/value cache of its own: as many tokens as the engine's, within
-    `draft_cache_bytes` (1 GiB unless given); it is loaded with the same `threads` and `weights`.
+    see `LoopLimits`, as for `policy` and `prefix_cache`; an engine that was built for smaller steps has those. The key/value
+    cache takes `cache_tokens` tokens, or `cache_bytes` (1 GiB unless given); no more than max_sequences sequences can use.
+    `max_context` bounds the tokens of a sequence further than the engine itself does. `speculate` ("ngram", "self", or the
+    folder of a smaller engine) and `draft_tokens` ("auto" or a number) let tokens be proposed and verified (`drafters.py`);
+    that changes how fast tokens come, and none of them, unless `draft_rule` is "resample". A drafting engine has a key/value
+    cache of its own: as many tokens as the engine's, within `draft_cache_bytes` (1 GiB unless given); it is loaded with the
+    same `threads` and `weights`.
     """
     if weights not in ("mmap", "copy"):
         raise InputError(
@@ -175,7 +176,8 @@ class Engine:
             )
         self.max_context: int = max_context or longest
         self.tokenizer = Tokenizer(artifact.path) if "tokenizer.json" in artifact else None
-        token_budget = max(token_budget, max_sequences)
+        max_sequences = min(max_sequences, getattr(executor, "max_sequences", max_sequences))
+        token_budget = min(max(token_budget, max_sequences), executor.max_tokens)
         chunk = min(chunk_size or token_budget, token_budget)
         pages = plan_pages(
             executor.kv_groups,

@@ -58,7 +58,7 @@ def driver_version() -> str:
         finally:
             nvml.shutdown()
     with suppress(OSError):
-        found = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", _PROC.read_text())
+        found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", _PROC.read_text())
         return found[1] if found else ""
     return ""
 

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from enginewright.backends.artifact import Artifact
 from enginewright.backends.base import Executor, StepError, StepInput
 from enginewright.backends.tensorrt import executor as executor_module
 from enginewright.backends.tensorrt.cuda import Cuda, DeviceError
 from enginewright.backends.tensorrt.executor import TensorRTExecutor, buckets
 from enginewright.recipes.errors import ArtifactError
+from enginewright.runtime.engine import Engine
 from enginewright.runtime.loop import EngineLoop, LoopLimits
 from enginewright.runtime.pages import GroupSpec
 from enginewright.runtime.request import Request, SamplingOptions
@@ -103,6 +105,17 @@ def test_served_requests_get_the_model_s_tokens(machine: Machine, pages: int, pr
     assert (statistics.prefix_hit_tokens > 0) == prefix_cache
     assert (statistics.preemptions > 0) == (pages == 14)
     assert machine.device.calls.count("cudaGraphLaunch") > 10
+
+
+def test_an_engine_takes_no_larger_steps_than_the_plan(machine: Machine, tmp_path: Path) -> None:
+    """Asked for 32 sequences and 512 tokens a step, on a plan for 6 and 16."""
+    manifest = {"model": {"max_context": 64, "eos_token_ids": []}, "files": {}, "backend": "tensorrt"}
+    asked = {"max_sequences": 32, "token_budget": 512, "cache_tokens": 160}
+    with Engine(Artifact(tmp_path, manifest), machine.executor, **asked) as engine:
+        prompts = [[i, i + 1, *range(i)] for i in range(12)]
+        for prompt, completion in zip(prompts, engine.generate(prompts, max_tokens=4), strict=True):
+            assert completion.token_ids == greedy(prompt, 4)
+        assert engine.loop.statistics().max_sequences == 6 and engine.loop.statistics().token_budget == 16
 
 
 def pool_bytes(machine: Machine, zero_page: bool = False) -> list[bytes]:
