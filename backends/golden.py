@@ -11,6 +11,7 @@ Neither torch nor a backend's library is imported here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "GoldenReport",
     "GoldenRow",
     "GoldenSample",
+    "Identity",
     "check_golden",
     "golden_sample",
     "logsumexp",
@@ -42,6 +44,9 @@ _BEST = 6  # logits of a row that are kept
 _ROWS = 9  # rows of a sample that are kept: the first, the last, and some between
 _DIGITS = 6  # significant digits of a kept value: far below any tolerance
 _CHUNK = 13  # tokens of a sample in a step of the first way: never a whole number of pages
+
+Identity = dict[str, str]
+"""What decides an engine's bits beside its own files: `isa` and `version` (of enginewright)."""
 
 Logits = Callable[[Sequence[Sequence[int]], "int | None"], "list[npt.NDArray[np.float32]]"]
 """As `Engine.logits`: (sequences, chunk size) -> float32 [T, vocab] of each."""
@@ -69,7 +74,9 @@ class Golden:
 
     `largest`: the largest magnitude among the Program's logits. `tolerance`: how far a kept logit or log-sum-exp may be off,
     as a share of it. `source_perplexity`: the source model's, on every row of every sample. `max_perplexity_ratio`: the
-    engine's over it, by the recipe; None where the recipe has no such limit.
+    engine's over it, by the recipe; None where the recipe has no such limit. `bits`: what computed the goldens (`Identity`) and
+    the sha256 over the float32 logits of all samples, one after the other; where the same computes again, they must be equal.
+    None for a backend whose bits depend on how it is asked.
     """
 
     samples: tuple[GoldenSample, ...]
@@ -77,6 +84,7 @@ class Golden:
     tolerance: float
     source_perplexity: float
     max_perplexity_ratio: float | None = None
+    bits: dict[str, str] | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -136,6 +144,7 @@ def read_golden(path: Path) -> Golden:
             _positive(value["tolerance"]),
             _positive(value["source_perplexity"]),
             None if limit is None else _positive(limit),
+            value["bits"],
         )
         if not samples:
             raise ValueError("no samples")
@@ -176,13 +185,15 @@ class GoldenReport:
 
     `logit_error`: the largest difference of a kept logit or log-sum-exp, as a share of the largest golden logit. `top1`: share of
     rows whose best token agrees; a row whose best two golden logits are closer than twice the tolerance is a tie, and agrees.
-    `perplexity_ratio`: over the source model's. `failures`: what left its limit, in words; none means that the engine may serve.
+    `perplexity_ratio`: over the source model's. `same_bits`: whether every logit was the golden one, where that is demanded.
+    `failures`: what left its limit, in words; none means that the engine may serve.
     """
 
     logit_error: float = 0.0
     top1: float = 1.0
     perplexity_ratio: float = 0.0
     rows: int = 0
+    same_bits: bool | None = None
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -203,8 +214,11 @@ class GoldenReport:
         )
 
 
-def check_golden(golden: Golden, logits: Logits, vocab_size: int) -> GoldenReport:
-    """Run the samples in the three ways and hold every answer to the goldens.
+def check_golden(
+    golden: Golden, logits: Logits, vocab_size: int, identity: Identity | None = None
+) -> GoldenReport:
+    """Run the samples in the three ways and hold every answer to the goldens: bit for bit where `identity`, of what computes
+    now, is that of the goldens.
 
     Raises ArtifactError where the goldens name tokens that the engine does not have.
     """
@@ -223,11 +237,20 @@ def check_golden(golden: Golden, logits: Logits, vocab_size: int) -> GoldenRepor
         ("together token by token", lambda: logits(tokens, 1)),
         ("each alone", lambda: [logits([sample], None)[0] for sample in tokens]),
     ]
+    demanded = None
+    if golden.bits is not None and identity is not None and {**golden.bits, **identity} == golden.bits:
+        demanded = golden.bits["sha256"]
     differing = 0
     for way, run in ways:
         held = _Way(golden)
+        bits = hashlib.sha256()
         for sample, found in zip(golden.samples, run(), strict=True):
             held.add(sample, found)
+            bits.update(np.ascontiguousarray(found, np.float32))
+        if demanded is not None:
+            same = bits.hexdigest() == demanded
+            report.same_bits = same and report.same_bits is not False
+            report.failures += [] if same else [f"{way}: logits are not the golden ones, bit for bit"]
         report.logit_error = float(np.maximum(report.logit_error, held.error))
         report.perplexity_ratio = float(np.maximum(report.perplexity_ratio, held.ratio))
         report.rows += held.rows

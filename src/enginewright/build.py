@@ -8,6 +8,7 @@ verification is the captured Program, kept from before the first pass.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import threading
@@ -21,6 +22,7 @@ from enginewright import __version__
 from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
 from enginewright.backends.base import Backend
+from enginewright.backends.golden import write_golden
 from enginewright.backends.requirements import adapt
 from enginewright.build_cache import BuildCache, build_key, build_through_cache, build_twice
 from enginewright.calibration import check_calibration, from_file, from_model
@@ -44,6 +46,7 @@ from enginewright.recipes.recipe import Recipe, load_recipe
 from enginewright.report import TOKENS, check_report, write_report
 from enginewright.runtime.engine import Engine, load
 from enginewright.verification import Verification, text_tokens, verify
+from enginewright.verification.goldens import Kept, tolerance
 from enginewright.verification.structure import verify_structure
 
 _ONE_AT_A_TIME = threading.Lock()  # torch.export patches the whole process while it traces
@@ -450,5 +453,17 @@ def _verify(
         return verify_structure(unpublished, program, judge, recipe, target, limits, progress.update)
     window = max(group["window"] for group in manifest["kv_groups"])
     with load(unpublished, cache_tokens=window + 4096, max_sequences=8) as engine:
-        build["isa"] = getattr(engine.executor, "isa", None)  # the figures hold for this kernel variant
-        return verify(engine, judge, limits, demand_invariance=target.exact, report=progress.update)
+        build["isa"] = isa = getattr(engine.executor, "isa", None)  # the figures hold for this kernel variant
+        kept = Kept()
+        found = verify(
+            engine,
+            judge,
+            limits,
+            demand_invariance=target.exact,
+            report=progress.update,
+            witness=kept.add,
+        )
+        if math.isfinite(kept.largest):
+            identity = {"isa": str(isa), "version": __version__} if target.exact else None
+            write_golden(kept.golden(tolerance(recipe), limits, identity), writer.path)
+        return found

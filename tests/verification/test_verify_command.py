@@ -8,11 +8,14 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 import enginewright
+from enginewright.backends.cpu.executor import CpuExecutor
 from enginewright.cli import engine
+from enginewright.verification import on_disk
 from tests.passes.architectures import folder
 
 
@@ -62,6 +65,28 @@ def test_one_flipped_byte_anywhere_is_named(copy: Path, tmp_path: Path) -> None:
             assert suite.get("failures") == "1" and next(suite.iter("failure")) is not None
         file.write_bytes(data)
     assert run(copy).exit_code == 0
+
+
+def test_recorded_answers_are_asked_for_again(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found() -> dict[str, Any]:
+        run(built, "--json", tmp_path / "v.json")
+        return checks(tmp_path / "v.json")["recorded answers"]
+
+    assert found()["passed"] and found()["found"].startswith("the same bits")
+    step, off = CpuExecutor.step, 1.0
+
+    def drifting(self: CpuExecutor, *arguments: Any) -> Any:
+        return step(self, *arguments) * np.float32(off)
+
+    monkeypatch.setattr(CpuExecutor, "step", drifting)
+    off = 1 + 1e-6
+    assert not found()["passed"] and "bit for bit" in found()["found"]
+    monkeypatch.setattr(on_disk, "__version__", "another")
+    assert found()["passed"], "another version need not give the same bits"
+    off = 1.5
+    assert not found()["passed"] and "of the largest" in found()["found"]
 
 
 def test_another_model_is_refused(built: Path) -> None:

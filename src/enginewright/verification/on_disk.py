@@ -9,8 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from enginewright import __version__
 from enginewright.backends import get_backend
 from enginewright.backends.artifact import Artifact, open_engine
+from enginewright.backends.golden import GOLDEN, check_golden, read_golden
 from enginewright.progress import Progress
 from enginewright.recipes.errors import ArtifactError, InputError
 from enginewright.runtime.engine import load
@@ -60,6 +62,10 @@ def verify_engine(
         record.detail = f"{len(artifact.manifest['files'])} files are what was built"
     report = EngineReport(str(artifact.path), artifact.manifest, level, artifact.build)
     report.checks.append(Check("files", "every file is what was built", True, record.detail))
+    if GOLDEN in artifact:
+        with progress.stage("goldens") as record:
+            report.checks.append(_goldens(artifact, threads))
+            record.detail = report.checks[-1].found
     if against is not None:
         with progress.stage("verify") as record:
             report.verification = _against(artifact, against, adapter, level, threads, progress)
@@ -76,6 +82,30 @@ def _damaged(path: str | os.PathLike[str], level: str, error: ArtifactError) -> 
     report = EngineReport(os.fspath(path), manifest, level)
     report.checks.append(Check("files", "every file is what was built", False, str(error)))
     return report
+
+
+def _goldens(artifact: Artifact, threads: int | None) -> Check:
+    """The recorded answers, asked for again through the runtime."""
+    words = "recorded answers"
+    backend = get_backend(artifact.manifest["backend"])
+    reason = backend.runs_here(artifact.manifest)
+    if reason is not None:
+        return Check("goldens", words, None, reason)
+    golden = read_golden(artifact.file(GOLDEN))
+    most = max((len(sample.tokens) for sample in golden.samples), default=1)
+    held = 8 * (most + 64)
+    with load(artifact, threads=threads, cache_tokens=held, max_sequences=8, prefix_cache=False) as engine:
+        isa = getattr(engine.executor, "isa", None)
+        identity = {"isa": str(isa), "version": __version__} if backend.exact else None
+        found = check_golden(golden, engine.logits, engine.vocab_size, identity)
+    bits = "the same bits; " if found.same_bits else ""
+    told = "; ".join(found.failures) or f"{bits}{found}"
+    expected = (
+        "the same bits"
+        if found.same_bits is not None
+        else f"within {golden.tolerance:g} of the largest logit"
+    )
+    return Check("goldens", words, found.passed, told, expected)
 
 
 def _against(

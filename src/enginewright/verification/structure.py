@@ -21,39 +21,22 @@ import numpy.typing as npt
 
 from enginewright.backends.artifact import Artifact
 from enginewright.backends.base import Executor
-from enginewright.backends.golden import Golden, GoldenSample, golden_sample, logsumexp, write_golden
+from enginewright.backends.golden import write_golden
 from enginewright.backends.reference.executor import ReferenceExecutor
 from enginewright.runtime.engine import Engine
 
 from .compare import Report, verify
 from .figures import Verification
+from .goldens import Kept, tolerance
 
 if TYPE_CHECKING:
     from enginewright.backends.base import Backend
     from enginewright.passes.program import Program
     from enginewright.recipes.recipe import Recipe
 
-__all__ = ["tolerance", "verify_structure"]
-
-_MOST_TOKENS = 1200  # of a golden sample: a window up to that is crossed, and the file stays small
-_INTERPRETED = 24  # tokens of a sample that are interpreted
-_COMPUTE = {"f32": 0.002, "f16": 0.01, "bf16": 0.04}
-_INTEGERS = 0.02
+__all__ = ["verify_structure"]
 
 Floats = npt.NDArray[np.float32]
-
-
-def tolerance(recipe: Recipe) -> float:
-    """How far a device may be from the Program, as a share of the largest logit.
-
-    The Program computes in f32 between its roundings; a device rounds to `compute` there, in an order of its own: some ten
-    times the format's step, over a model's layers. Integer activations go the other way where a value lies on the edge
-    between two codes, which costs more. A wrong page, mask, scale or layout is off by a tenth and more.
-    """
-    chosen = [(m.weight, m.activation) for m in (recipe.linear, recipe.head)]
-    chosen += [(override.weight, override.activation) for override in recipe.overrides]
-    integers = any(recipe.activation_of(*formats).startswith("int") for formats in chosen)
-    return _COMPUTE.get(recipe.compute, _COMPUTE["bf16"]) + (_INTEGERS if integers else 0.0)
 
 
 def verify_structure(
@@ -67,14 +50,12 @@ def verify_structure(
 ) -> Verification:
     """Hold the final `program` to `judge`, and what `target` wrote to the program; write golden.json beside it."""
     allowed = tolerance(recipe)
-    kept = _Kept()
+    kept = Kept()
     page_size = recipe.kv_cache.page_size
     reference = ReferenceExecutor(program, page_size=page_size)
     with _engine(artifact, reference) as engine:
         verification = verify(engine, judge, limits, demand_invariance=False, report=report, witness=kept.add)
-    golden = Golden(
-        tuple(kept.samples), kept.largest, allowed, kept.source_perplexity, limits.get("max_perplexity_ratio")
-    )
+    golden = kept.golden(allowed, limits)
     write_golden(golden, artifact.path)
     report("what was lowered, interpreted")
     interpreted, failures = None, []
@@ -108,28 +89,3 @@ def _interpret(
             error = float(np.maximum(error, off / largest))
             rows += len(logits)
     return {"rows": rows, "relative_logit_error": error if math.isfinite(error) else math.inf}
-
-
-class _Kept:
-    """What is kept of the Program's answers while they are verified."""
-
-    def __init__(self) -> None:
-        self.samples: list[GoldenSample] = []
-        self.beginnings: list[tuple[list[int], Floats]] = []
-        self.largest = 0.0
-        self._loss, self._scored = 0.0, 0
-
-    def add(self, tokens: list[int], reference: Floats, logits: Floats) -> None:
-        """Take a sample's tokens, and the logits [T, vocab] of the judge and of the Program."""
-        tokens = tokens[:_MOST_TOKENS]
-        self.samples.append(golden_sample(tokens, logits[: len(tokens)]))
-        self.beginnings.append((tokens[:_INTERPRETED], logits[:_INTERPRETED].copy()))
-        self.largest = float(np.maximum(self.largest, np.abs(logits).max()))
-        for row, target in zip(reference, tokens[1:], strict=False):
-            wide = row.astype(np.float64)
-            self._loss += float(logsumexp(wide[None])[0] - wide[target])
-            self._scored += 1
-
-    @property
-    def source_perplexity(self) -> float:
-        return math.exp(min(self._loss / max(self._scored, 1), 700.0))

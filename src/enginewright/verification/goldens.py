@@ -1,0 +1,78 @@
+"""Golden outputs (backends/golden.py) as a build makes them, of the samples that it verifies on."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from enginewright.backends.golden import Golden, GoldenSample, Identity, golden_sample, logsumexp
+
+if TYPE_CHECKING:
+    from enginewright.recipes.recipe import Recipe
+
+__all__ = ["Kept", "tolerance"]
+
+_MOST_TOKENS = 1200  # of a golden sample: a window up to that is crossed, and the file stays small
+_INTERPRETED = 24  # tokens of a sample that are interpreted
+_COMPUTE = {"auto": 0.03, "f32": 0.002, "f16": 0.01, "bf16": 0.04}
+"""`auto` is the cpu engine on another instruction set: up to 0.02 was seen, of activations at the edge between two codes."""
+_INTEGERS = 0.02
+
+Floats = npt.NDArray[np.float32]
+
+
+def tolerance(recipe: Recipe) -> float:
+    """How far a device may be from the Program, as a share of the largest logit.
+
+    The Program computes in f32 between its roundings; a device rounds to `compute` there, in an order of its own: some ten
+    times the format's step, over a model's layers. Integer activations go the other way where a value lies on the edge
+    between two codes, which costs more. A wrong page, mask, scale or layout is off by a tenth and more.
+    """
+    chosen = [(m.weight, m.activation) for m in (recipe.linear, recipe.head)]
+    chosen += [(override.weight, override.activation) for override in recipe.overrides]
+    integers = any(recipe.activation_of(*formats).startswith("int") for formats in chosen)
+    return _COMPUTE[recipe.compute] + (_INTEGERS if integers else 0.0)
+
+
+class Kept:
+    """What is kept of an engine's answers (or its Program's) while they are verified: a witness of `verify`."""
+
+    def __init__(self) -> None:
+        self.samples: list[GoldenSample] = []
+        self.beginnings: list[tuple[list[int], Floats]] = []
+        self.largest = 0.0
+        self._loss, self._scored = 0.0, 0
+        self._bits = hashlib.sha256()
+
+    def add(self, tokens: list[int], reference: Floats, logits: Floats) -> None:
+        """Take a sample's tokens, and the logits [T, vocab] of the judge and of the Program."""
+        tokens = tokens[:_MOST_TOKENS]
+        logits = logits[: len(tokens)]
+        self._bits.update(np.ascontiguousarray(logits, np.float32))
+        self.samples.append(golden_sample(tokens, logits))
+        self.beginnings.append((tokens[:_INTERPRETED], logits[:_INTERPRETED].copy()))
+        self.largest = float(np.maximum(self.largest, np.abs(logits).max()))
+        for row, target in zip(reference, tokens[1:], strict=False):
+            wide = row.astype(np.float64)
+            self._loss += float(logsumexp(wide[None])[0] - wide[target])
+            self._scored += 1
+
+    @property
+    def source_perplexity(self) -> float:
+        return math.exp(min(self._loss / max(self._scored, 1), 700.0))
+
+    def golden(self, allowed: float, limits: Mapping[str, float], identity: Identity | None = None) -> Golden:
+        """The goldens, with what a deviation may be. `identity`: of what computed them, where it always gives the same bits."""
+        return Golden(
+            tuple(self.samples),
+            self.largest,
+            allowed,
+            self.source_perplexity,
+            limits.get("max_perplexity_ratio"),
+            None if identity is None else {**identity, "sha256": self._bits.hexdigest()},
+        )
