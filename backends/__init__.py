@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from enginewright.recipes.errors import InputError, near_matches
@@ -10,12 +11,13 @@ from enginewright.recipes.errors import InputError, near_matches
 if TYPE_CHECKING:
     from enginewright.backends.base import Backend
 
-__all__ = ["BACKENDS", "get_backend"]
+__all__ = ["BACKENDS", "aim", "get_backend"]
 
 #: Names and the modules that hold each one's `BACKEND`. A module is imported when its backend is asked for.
 BACKENDS = {
     "cpu": "enginewright.backends.cpu",
     "checkpoint": "enginewright.backends.checkpoint",
+    "tensorrt": "enginewright.backends.tensorrt",
 }
 
 
@@ -30,4 +32,23 @@ def get_backend(name: str) -> Backend:
             action=f"did you mean {close[0]}?" if close else None,
         )
     backend: Backend = importlib.import_module(BACKENDS[name]).BACKEND
+    return backend
+
+
+def aim(backend: Backend, target: str | Iterable[str] | None) -> Backend:
+    """The backend, building for `target`: names of machines, for a backend that builds for several kinds.
+
+    Raises InputError where the backend builds for one kind alone, or does not know the target.
+    """
+    aimed = getattr(backend, "aimed", None)
+    if aimed is not None:
+        chosen: Backend = aimed(target)
+        return chosen
+    if target is not None:
+        raise InputError(
+            f"the {backend.name} backend builds for one kind of machine",
+            found=f"--target {target}",
+            expected=f"no target; it is {backend.target!r}",
+            action="leave --target out, or build with --backend tensorrt",
+        )
     return backend

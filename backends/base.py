@@ -198,6 +198,9 @@ class Backend(Protocol):
         Asked for where the engine itself cannot run.
         """
 
+    def sections(self) -> Mapping[str, Any]:
+        """What engine.json says of what `lower` wrote, beyond what it says of every engine: sections by name."""
+
     def load(self, engine: Artifact, **options: Any) -> Executor:
         """Load what `lower` wrote. Options are the backend's own. Raises ArtifactError."""
 

@@ -32,6 +32,7 @@ __all__ = [
     "Quantise",
     "Recipe",
     "Smooth",
+    "TensorRT",
     "Verify",
     "check_together",
     "parse",
@@ -152,6 +153,16 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class TensorRT:
+    """What TensorRT's plans are built for. sequences, tokens: the most of a step (memory between kernels grows with both).
+    one_plan: one plan for all targets, which holds kernels for each, in place of a plan for each target."""
+
+    sequences: int = field(default=32, metadata=by(values.count))
+    tokens: int = field(default=512, metadata=by(values.count))
+    one_plan: bool = field(default=False, metadata=by(values.flag))
+
+
+@dataclass(frozen=True)
 class Override:
     """Another format for the modules whose checkpoint name matches a glob (`*` crosses dots)."""
 
@@ -217,6 +228,7 @@ class Recipe:
     max_context: int | None = field(default=None, metadata=by(values.optional_count))
     overrides: tuple[Override, ...] = field(default=(), metadata=by(_overrides))
     verify: Verify = field(default=Verify(), metadata=by(_section(Verify)))
+    tensorrt: TensorRT = field(default=TensorRT(), metadata=by(_section(TensorRT)))
 
     @property
     def calibrates(self) -> list[str]:

@@ -71,6 +71,9 @@ class CheckpointBackend:
     def rehearse(self, program: Program, recipe: Recipe, engine: Artifact) -> None:
         return None
 
+    def sections(self) -> Mapping[str, Any]:
+        return {}
+
     def load(self, engine: Artifact, **options: Any) -> NoReturn:
         engine.require(self.name, [self.target])
         raise ArtifactError(

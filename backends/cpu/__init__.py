@@ -58,6 +58,9 @@ class CpuBackend:
     def rehearse(self, program: Program, recipe: Recipe, engine: Artifact) -> None:
         return None
 
+    def sections(self) -> Mapping[str, Any]:
+        return {}
+
     def load(self, engine: Artifact, **options: Any) -> CpuExecutor:
         """Options: threads (None: one a core), weights ("mmap" or "copy"), max_tokens, max_rows, isa."""
         engine.require(self.name, [self.target])

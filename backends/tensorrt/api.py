@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,16 +63,19 @@ def _log_class() -> type:
     trt = library().trt
 
     class Log(trt.ILogger):  # type: ignore[name-defined]
-        """Keeps what the library says, warnings and worse, line by line."""
+        """Keeps what the library says, warnings and worse, line by line; writes it to the file `echo` too, if there is one."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.lines: list[str] = []
+            self.echo: int | None = None
 
         def log(self, severity: Any, message: str) -> None:
             # Without a driver every call complains of it once more; a build ahead of time does without.
             if severity.value <= trt.ILogger.Severity.WARNING.value and "CUDA driver version" not in message:
                 self.lines.append(f"[{severity.name}] {message}")
+                if self.echo is not None:
+                    os.write(self.echo, f"{self.lines[-1]}\n".encode())
 
     return Log
 

@@ -164,8 +164,7 @@ class Lowering:
     def constant(
         self, array: npt.NDArray[Any], name: str, kind: str | None = None, shape: Sequence[int] | None = None
     ) -> Any:
-        """A constant tensor. `kind` names the type where the array only carries its bytes (bf16, int4); then `shape` is its
-        shape."""
+        """A constant tensor. `kind` is its type, `shape` its shape, where the array only carries its bytes (bf16, int4)."""
         array = np.asarray(array, order="C")
         shape = array.shape if shape is None else tuple(shape)
         if kind is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from enginewright import __version__
-from enginewright.backends import get_backend
+from enginewright.backends import aim, get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
 from enginewright.backends.base import Backend
 from enginewright.backends.golden import write_golden
@@ -85,6 +85,7 @@ def optimize(
     out: str | os.PathLike[str] | None = None,
     *,
     backend: str = "cpu",
+    target: str | Iterable[str] | None = None,
     overrides: Iterable[str] = (),
     calibration: str | os.PathLike[str] | None = None,
     adapter: str | os.PathLike[str] | None = None,
@@ -99,7 +100,8 @@ def optimize(
 ) -> BuildReport:
     """Build the engine of `model` by `recipe` into the folder `out`.
 
-    `model` is a Hugging Face folder, a `.gguf` file, or a hub name (needs a network). `overrides` are `key=value` changes of
+    `model` is a Hugging Face folder, a `.gguf` file, or a hub name (needs a network). `target` names the machines that a backend
+    builds for, where it builds for several kinds: GPU architectures, as `sm80,sm89`. `overrides` are `key=value` changes of
     recipe fields; `calibration` is the recipe's `calibration.source`: a file of text, or `self`; `adapter` is the folder of a
     LoRA adapter, which is merged into the model. `dump` is a folder that receives the graph after every pass; `report` one
     that receives layers.csv and layers.png: what rounding cost each unit. `force` replaces an engine at `out`. `ledger` is
@@ -116,11 +118,11 @@ def optimize(
         given = replace(resolved.calibration, source=os.fspath(calibration))
         resolved = replace(resolved, calibration=given)
     check_calibration(resolved)
-    target = get_backend(backend)
-    resolved = adapt(resolved, target)
-    if resolved.draft.layers is not None and not target.drafts:
+    aimed = aim(get_backend(backend), target)
+    resolved = adapt(resolved, aimed)
+    if resolved.draft.layers is not None and not aimed.drafts:
         raise InputError(
-            f"the {target.name} backend writes no drafts",
+            f"the {aimed.name} backend writes no drafts",
             found=f"draft.layers={resolved.draft.layers}",
             expected="draft.layers null or 0",
             action="leave draft.layers out, or build with --backend cpu",
@@ -138,7 +140,7 @@ def optimize(
     if report is not None:
         check_report(Path(report), resolved)
         ledger = ledger or Ledger()
-    order = _Order(model, adapter, resolved, target, dump, report, allow_unverified, progress, ledger)
+    order = _Order(model, adapter, resolved, aimed, dump, report, allow_unverified, progress, ledger)
 
     def build(to: Path, replacing: bool) -> Artifact:
         return _build(order, to, replacing)[0]
@@ -400,6 +402,7 @@ def _manifest(program: Program, source: ModelSource, recipe: Recipe, backend: Ba
             "inputs": ["tokens", "positions", "seq_starts", "context_lens", "page_tables", "logit_rows"],
             "outputs": ["logits"],
         },
+        **backend.sections(),
     }
 
 

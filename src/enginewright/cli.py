@@ -108,7 +108,17 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     type=click.Path(path_type=Path),
     help="The engine's folder.  [default: engines/MODEL-RECIPE]",
 )
-@click.option("--backend", default="cpu", show_default=True, help="Where the engine will run.")
+@click.option(
+    "--backend",
+    default="cpu",
+    show_default=True,
+    help="Where the engine will run: cpu, tensorrt or checkpoint.",
+)
+@click.option(
+    "--target",
+    metavar="NAME[,NAME]",
+    help="The machines that it will run on, for --backend tensorrt: GPU architectures, as sm80,sm89.",
+)
 @click.option(
     "--set",
     "overrides",
@@ -177,6 +187,7 @@ def optimize(
     recipe: str,
     output: Path | None,
     backend: str,
+    target: str | None,
     overrides: tuple[str, ...],
     calibration: str | None,
     adapter: Path | None,
@@ -200,6 +211,7 @@ def optimize(
         recipe=recipe,
         out=output,
         backend=backend,
+        target=target,
         overrides=overrides,
         calibration=calibration,
         adapter=adapter,

@@ -20,8 +20,9 @@ def test_each_format_is_held_or_refused_by_its_key(backend: str) -> None:
     asked = [(key, form, able.get("weight_formats")) for key in ROLES for form in WEIGHT_FORMATS]
     asked += [("kv_cache.format", form, able.get("kv_formats")) for form in KV_FORMATS]
     asked += [("compute", form, able["compute"]) for form in COMPUTE_FORMATS[1:]]
+    kept = able.get("kv_formats", ["f32"])  # whatever is asked about, the rest must be held
     for key, form, held in asked:
-        recipe = load_recipe("fp32", [f"{key}={form}"])
+        recipe = load_recipe("fp32", [f"kv_cache.format={kept[0]}", f"{key}={form}"])
         if held is None or form in held:
             adapt(recipe, target)
         else:

@@ -43,7 +43,7 @@ class InterpretedExecutor:
         self._pages: list[int] = []
         self.vocab_size = vocab_size
         self.max_tokens = self.max_rows = max_tokens
-        self.kv_groups = [
+        self.kv_groups: Sequence[KvGroupInfo] = [
             KvGroupInfo(
                 group.window,
                 page_size,

@@ -1,0 +1,74 @@
+"""The GPUs a plan is built for: `sm80` is compute capability 8.0. Which of them the library takes, it says itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from enginewright.backends.tensorrt.api import library
+from enginewright.recipes.errors import InputError, near_matches
+
+__all__ = ["GPUS", "PLAN", "parse_targets", "plan_name", "supported", "without_bf16"]
+
+GPUS = {
+    "sm70": "V100", "sm72": "Jetson Xavier", "sm75": "T4, RTX 20", "sm80": "A100, A30", "sm86": "A10, A40, RTX 30",
+    "sm87": "Jetson Orin", "sm89": "L4, L40, RTX 40", "sm90": "H100, H200", "sm100": "B200, GB200", "sm103": "B300, GB300",
+    "sm110": "Jetson Thor", "sm120": "RTX 50, RTX PRO Blackwell", "sm121": "DGX Spark",
+}  # fmt: skip
+"""Compute capabilities as targets, with GPUs that have them."""
+
+PLAN = "plan-{}.engine"
+
+_REASONS = {
+    "sm90": "it builds for sm90 only where such a GPU is at hand, and lists it as no target of its own",
+}
+
+
+def supported() -> list[str]:
+    """Targets that the installed library builds for ahead of time, by its own list."""
+    members = library().trt.ComputeCapability.__members__
+    found = [name.lower() for name in members if name.startswith("SM")]
+    return sorted(found, key=lambda name: int(name[2:]))
+
+
+def parse_targets(asked: str | Iterable[str]) -> list[str]:
+    """`sm80,sm86`, or a list of such names, in order and once each. Raises InputError for what cannot be a target."""
+    names = asked.split(",") if isinstance(asked, str) else list(asked)
+    targets = list(dict.fromkeys(name.strip().lower() for name in names if name.strip()))
+    if not targets:
+        raise InputError("no target is given", expected="one or several of " + ", ".join(supported()))
+    for target in targets:
+        _check(target)
+    return targets
+
+
+def _check(target: str) -> None:
+    taken = supported()
+    if target in taken:
+        return
+    lib = library()
+    listed = ", ".join(f"{name} ({GPUS[name]})" if name in GPUS else name for name in taken)
+    if target not in GPUS:
+        close = near_matches(f"sm{''.join(filter(str.isdigit, target))}", [*taken, *GPUS])
+        raise InputError(
+            "there is no such target",
+            found=repr(target),
+            expected=listed,
+            action=f"did you mean {close[0]}?" if close else None,
+        )
+    why = _REASONS.get(target, f"its list of architectures has no {target.upper()}")
+    raise InputError(
+        f"{lib.name} {lib.version} builds no plan for {target} ahead of time",
+        found=f"{target} ({GPUS[target]}): {why}",
+        expected=listed,
+        action="choose one of these targets",
+    )
+
+
+def without_bf16(targets: Sequence[str]) -> list[str]:
+    """Those whose tensor cores have no bf16: all before compute capability 8.0."""
+    return [target for target in targets if int(target[2:]) < 80]
+
+
+def plan_name(targets: Sequence[str]) -> str:
+    """The file of the plan for these targets: `plan-sm80.engine`, `plan-sm80-sm86.engine`."""
+    return PLAN.format("-".join(targets))
