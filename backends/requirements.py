@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from enginewright.backends.base import Backend
     from enginewright.recipes.recipe import Recipe
 
-__all__ = ["adapt"]
+__all__ = ["adapt", "refusals"]
 
 
 def adapt(recipe: Recipe, backend: Backend) -> Recipe:
@@ -20,16 +20,29 @@ def adapt(recipe: Recipe, backend: Backend) -> Recipe:
 
     Raises InputError at the first format that the backend's capabilities do not have, with the recipe's key.
     """
-    able = backend.capabilities
+    adapted, refused = refusals(recipe, backend)
+    for error in refused:
+        raise error
+    return adapted
 
-    def require(key: str, found: str, allowed: str) -> None:
-        if allowed in able and found not in able[allowed]:
-            raise InputError(
+
+def refusals(recipe: Recipe, backend: Backend) -> tuple[Recipe, list[InputError]]:
+    """The recipe with what it left to the backend filled in, and one error for each format that the backend does not have."""
+    able = backend.capabilities
+    refused: list[InputError] = []
+
+    def require(key: str, found: str, allowed: str) -> bool:
+        if allowed not in able or found in able[allowed]:
+            return True
+        refused.append(
+            InputError(
                 f"the {backend.name} backend does not hold {found}",
                 found=f"{key}: {found}",
                 expected="one of " + ", ".join(able[allowed]),
                 action=f"set {key} to one of them, choose another recipe, or build with another --backend",
             )
+        )
+        return False
 
     if recipe.compute != "auto":
         require("compute", recipe.compute, "compute")
@@ -46,16 +59,19 @@ def adapt(recipe: Recipe, backend: Backend) -> Recipe:
     for key, matrix in matrices.items():
         if matrix.weight == KEEP:
             continue
-        require(f"{key}.weight", matrix.weight, "weight_formats")
+        if not require(f"{key}.weight", matrix.weight, "weight_formats"):
+            continue
         activation = recipe.activation_of(matrix.weight, matrix.activation)
         allowed = able.get("activation_formats", {}).get(matrix.weight)
         if allowed is not None and activation not in allowed:
-            raise InputError(
-                f"the {backend.name} backend multiplies no {activation} activations with {matrix.weight} weights",
-                found=f"{key}.activation: {activation}",
-                expected="one of " + ", ".join(allowed),
-                action=f"set {key}.activation=auto",
+            refused.append(
+                InputError(
+                    f"the {backend.name} backend multiplies no {activation} activations with {matrix.weight} weights",
+                    found=f"{key}.activation: {activation}",
+                    expected="one of " + ", ".join(allowed),
+                    action=f"set {key}.activation=auto",
+                )
             )
     for candidate in recipe.mixed.candidates if recipe.mixed.wanted else ():
         require("mixed.candidates", candidate, "weight_formats")
-    return recipe
+    return recipe, refused

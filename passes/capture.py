@@ -33,7 +33,7 @@ from enginewright.passes.supported import refuse_unsupported, resolve_context
 from enginewright.passes.weights import ConstantTensor, Weight
 from enginewright.recipes.errors import CaptureError, EnginewrightError
 
-__all__ = ["capture"]
+__all__ = ["capture", "capture_model", "facts_of"]
 
 _TRACED_TOKENS = 24
 
@@ -59,16 +59,24 @@ def capture(source: str | Path | Source, max_context: int | None = None) -> Prog
     fill_buffers(model)
     notes += fix_rope_lengths(model, context)
     weights, more = source.bind(model)
+    program = capture_model(model, weights, facts_of(model, context))
+    program.notes = [*notes, *more, *program.notes]
+    return program
+
+
+def capture_model(model: Any, weights: dict[str, Weight], facts: ModelFacts) -> Program:
+    """Capture a meta model, its buffers filled, over weights by the names of its `state_dict()`. The model is used up.
+
+    Raises CaptureError for what cannot be captured exactly.
+    """
     buffers = fake_weights(model, weights)
-    facts = _facts(model, context)
     refused: CaptureError | None = None
     own = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     for attention in (NAME, own):
         try:
-            program = to_program(trace(model, context, attention), facts, weights, buffers)
+            program = to_program(trace(model, facts.max_context, attention), facts, weights, buffers)
             recognise_attention(program)
             if any(node.target is torch.ops.ew.attention.default for node in program.graph.nodes):
-                program.notes = [*notes, *more, *program.notes]
                 return program
         except CaptureError as error:
             # The reason that counts is the one met on the way that the model supports.
@@ -257,7 +265,8 @@ def _module_path(node: fx.Node) -> str:
     return path.removeprefix("model.") if path != "model" else ""
 
 
-def _facts(model: Any, context: int) -> ModelFacts:
+def facts_of(model: Any, context: int) -> ModelFacts:
+    """What a meta model's configuration and parameters say; `context` is the engine's limit in tokens."""
     config = model.config
     generation = getattr(model, "generation_config", None)
 

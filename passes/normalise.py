@@ -25,19 +25,25 @@ from enginewright.passes.manager import PassResult
 
 # These register their rules:
 from enginewright.passes.normalising import arithmetic, indexing, layout  # noqa: F401
-from enginewright.passes.normalising.rewriter import RULES, Rewriter, Value, arguments, op_name
+from enginewright.passes.normalising.rewriter import RULES, UNKNOWN, Rewriter, Value, arguments, op_name
 from enginewright.passes.program import Program
+from enginewright.recipes.errors import CaptureError
 
 __all__ = ["Normalise"]
 
 
 class Normalise:
-    """The pass. It replaces the program's graph; `matches` counts the captured nodes it rewrote."""
+    """The pass. It replaces the program's graph; `matches` counts the captured nodes it rewrote.
+
+    With a list `refused`, every node that cannot be rewritten is put there, with its module, and the others are still looked
+    at; if there is any, the program stays as it was.
+    """
 
     name = "normalise"
 
-    def __init__(self) -> None:
+    def __init__(self, refused: list[tuple[str, CaptureError]] | None = None) -> None:
         self.options: Mapping[str, Any] = {}
+        self.refused = refused
 
     def run(self, program: Program) -> PassResult:
         """Raises CaptureError, naming the module, at the first node that does not stay within a token."""
@@ -51,15 +57,29 @@ class Normalise:
                 if node not in rewriter.positional:
                     rewriter.values[node] = program.weight_of(node)
             elif node.op == "output":
-                rewriter.new.graph.output_node().args = (rewriter.value(node.args[0]).node,)
+                if not self.refused:
+                    rewriter.new.graph.output_node().args = (rewriter.value(node.args[0]).node,)
             elif node not in rewriter.positional:
                 rewriter.where, rewriter.module = node, node.meta.get("module", "")
-                rewriter.values[node] = _rewritten(rewriter, node)
+                rewriter.values[node] = self._rewritten_or_noted(rewriter, node)
                 count += 1
+        if self.refused:
+            return PassResult(0)
         rewriter.new.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         rewriter.new.recompile()
         program.replace(rewriter.new)
         return PassResult(count)
+
+    def _rewritten_or_noted(self, rewriter: Rewriter, node: fx.Node) -> Any:
+        if self.refused is None:
+            return _rewritten(rewriter, node)
+        if any(rewriter.values.get(source) is UNKNOWN for source in node.all_input_nodes):
+            return UNKNOWN
+        try:
+            return _rewritten(rewriter, node)
+        except CaptureError as error:
+            self.refused.append((rewriter.module, error))
+            return rewriter.stand_in(node)
 
 
 def _rewritten(rewriter: Rewriter, node: fx.Node) -> Any:

@@ -30,21 +30,24 @@ _LOCAL_KEYS = ("is_local", "local_files_only", "name_or_path", "_commit_hash", "
 _SAMPLES = ("Hello, world! 12 + 3\n\tx = 'é 日本語 👩‍👩‍👧'", " two  spaces", "")
 
 
-def open_source(model: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None) -> ModelSource:
+def open_source(
+    model: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None, *, weights: bool = True
+) -> ModelSource:
     """Open a model by path or hub name, with a LoRA adapter's folder to be merged into it.
 
+    Without `weights`, a hub name's are not fetched: the configuration is all that will be read.
     Raises InputError for what is not a causal language model on this disk, or not such an adapter.
     """
-    source = _open(model)
+    source = _open(model, weights)
     if adapter is not None:
         source.adapter = Adapter(Path(adapter).expanduser())
     return source
 
 
-def _open(model: str | os.PathLike[str]) -> ModelSource:
+def _open(model: str | os.PathLike[str], weights: bool) -> ModelSource:
     path = Path(model).expanduser()
     if not path.exists():
-        path = _from_hub(str(model))
+        path = _from_hub(str(model), weights)
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) != b"GGUF" and path.suffix != ".gguf":
@@ -214,7 +217,7 @@ def _require_causal(config: Any, path: Path) -> None:
         )
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, weights: bool) -> Path:
     """Download a model by hub name where that is allowed, and return its folder. A path's name is no hub name."""
     missing = f"there is no such folder or file: {name}"
     hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith((".", "models/"))
@@ -230,7 +233,7 @@ def _from_hub(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        wanted = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+        wanted = ["*.json", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:
         said = (str(error) or repr(error)).splitlines()[0].removeprefix("Got: ")

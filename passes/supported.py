@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from enginewright.passes.rope_lengths import exact_context
 from enginewright.recipes.errors import CaptureError, InputError
 
-__all__ = ["refuse_unsupported", "resolve_context"]
+__all__ = ["objections", "refuse_unsupported", "resolve_context"]
 
 _CONTEXT_KEYS = (
     "max_position_embeddings",
@@ -25,22 +26,28 @@ _ADDRESSABLE = 1 << 24
 
 def refuse_unsupported(config: Any) -> None:
     """Raise CaptureError for kinds of models that are known not to fit one causal pass over tokens."""
+    for error in objections(config):
+        raise error
+
+
+def objections(config: Any) -> Iterator[CaptureError]:
+    """Every reason why a kind of model does not fit one causal pass over tokens."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     name = config.model_type
 
-    def refuse(reason: str, found: object, action: str | None = None) -> None:
-        raise CaptureError(f"{name} models are not supported: {reason}", found=found, action=action)
+    def refused(reason: str, found: object, action: str | None = None) -> CaptureError:
+        return CaptureError(f"{name} models are not supported: {reason}", found=found, action=action)
 
     if getattr(config, "is_encoder_decoder", False):
-        refuse("an encoder-decoder reads a second sequence", "is_encoder_decoder in config.json")
+        yield refused("an encoder-decoder reads a second sequence", "is_encoder_decoder in config.json")
     parts = [
         key
         for key in ("text_config", "vision_config", "audio_config")
         if getattr(config, key, None) is not None
     ]
     if parts:
-        refuse(
+        yield refused(
             "a model of several modalities holds more than a language model",
             ", ".join(parts),
             "save its language model alone as a folder of its own and build from that"
@@ -48,21 +55,24 @@ def refuse_unsupported(config: Any) -> None:
             else None,
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        refuse("transformers has no causal language model of this type", f"model_type {name!r}")
-    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if getattr(architecture, "_is_stateful", False):
-        refuse("some layers carry a recurrent state instead of keys and values", architecture.__name__)
+        yield refused("transformers has no causal language model of this type", f"model_type {name!r}")
+    else:
+        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if getattr(architecture, "_is_stateful", False):
+            yield refused(
+                "some layers carry a recurrent state instead of keys and values", architecture.__name__
+            )
     kinds = set(getattr(config, "layer_types", None) or ())
     if "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None):
-        refuse(
+        yield refused(
             "chunked attention restarts its view at fixed positions, which no window expresses",
             f"attention_chunk_size {getattr(config, 'attention_chunk_size', None)}",
         )
-    other = kinds - {"full_attention", "sliding_attention"}
+    other = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
     if other:
-        refuse("some layers are neither full nor sliding attention", ", ".join(sorted(other)))
+        yield refused("some layers are neither full nor sliding attention", ", ".join(sorted(other)))
     if not getattr(config, "is_causal", True):
-        refuse("its attention is bidirectional", "is_causal false in config.json")
+        yield refused("its attention is bidirectional", "is_causal false in config.json")
 
 
 def resolve_context(config: Any, stated: int | None) -> tuple[int, list[str]]:

@@ -39,6 +39,7 @@ __all__ = [
     "activation_group",
     "activations_for",
     "default_activation",
+    "kv_token_bytes",
     "parse_weight",
 ]
 
@@ -165,3 +166,9 @@ def activation_group(name: str) -> int | None:
     """Inputs that share an activation's scale: 64 for `int8_g64`; None for one scale a token, or for no scale."""
     _, _, group = name.partition("_g")
     return int(group) if group else None
+
+
+def kv_token_bytes(name: str, heads: int, key_dim: int, value_dim: int) -> int:
+    """Bytes of one token's keys and values in one layer; an int8 cache has two f32 scales a head besides."""
+    width, scales = {"f32": (4, 0), "f16": (2, 0), "bf16": (2, 0), "int8": (1, 8)}[name]
+    return heads * (width * (key_dim + value_dim) + scales)

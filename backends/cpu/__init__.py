@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from enginewright.backends.artifact import Artifact
     from enginewright.backends.base import Backend, LowerProgress
     from enginewright.backends.cpu.executor import CpuExecutor
+    from enginewright.backends.planning import Planned
     from enginewright.passes.program import Program
     from enginewright.passes.source import ModelSource
     from enginewright.recipes.recipe import Recipe
@@ -60,6 +61,11 @@ class CpuBackend:
 
     def sections(self) -> Mapping[str, Any]:
         return {}
+
+    def planned(self, program: Program) -> Planned:
+        from enginewright.backends.cpu.planning import planned
+
+        return planned(program)
 
     def load(self, engine: Artifact, **options: Any) -> CpuExecutor:
         """Options: threads (None: one a core), weights ("mmap" or "copy"), max_tokens, max_rows, isa."""

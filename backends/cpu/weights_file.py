@@ -18,6 +18,7 @@ import torch
 
 from enginewright.backends.base import LowerProgress
 from enginewright.backends.cpu.pack import TILE_ROWS, Array, Layout, Rows, interleave_tiles, pack_tiles
+from enginewright.backends.planning import StoredWeight
 from enginewright.passes.quant_formats import streams_rows
 from enginewright.passes.weights import ConstantTensor, Weight
 from enginewright.recipes.formats import default_activation
@@ -236,6 +237,19 @@ class WeightsFile:
         self._held.append(weight)
         self._leaves.append({leaf.name for leaf in weight.leaves()})
         return self._index[key]
+
+    def planned(self) -> list[StoredWeight]:
+        """The entries as they will stand in the file, each with what is left free after it."""
+        kinds = {"linear": "matrix"}
+        return [
+            StoredWeight(
+                kinds.get(entry["kind"], entry["kind"]),
+                entry["format"],
+                -(-entry["bytes"] // ALIGNMENT) * ALIGNMENT,
+                frozenset(leaves),
+            )
+            for entry, leaves in zip(self.entries, self._leaves, strict=True)
+        ]
 
     def duplicates(self) -> list[str]:
         """Notes on matrices of the checkpoint that are stored more than once, with the forms."""

@@ -18,6 +18,7 @@ from enginewright.recipes.errors import CaptureError
 __all__ = [
     "LIKE",
     "RULES",
+    "UNKNOWN",
     "Complex",
     "Patches",
     "Rewriter",
@@ -55,6 +56,10 @@ def rule(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return function
 
     return register
+
+
+#: What stands for a node that could not be rewritten, where all such nodes are looked for.
+UNKNOWN = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,6 +324,25 @@ class Rewriter:
         """The captured tensor's sizes; T is None."""
         features = iter(v.features)
         return [None if a == v.token else 1 if a == v.batch else next(features) for a in range(v.rank)]
+
+    def stand_in(self, node: fx.Node) -> Any:
+        """A made-up input in the place of a node that cannot be rewritten, so that what follows it can be looked at."""
+        fake = self.fake(node)
+        try:
+            axis = self.token_axis(fake) if isinstance(fake, torch.Tensor) else None
+        except CaptureError:
+            axis = None
+        if axis is None:
+            return UNKNOWN
+        batch = 0 if axis >= 1 and fake.shape[0] == 1 else None
+        features = [int(size) for a, size in enumerate(fake.shape) if a not in (axis, batch)]
+        with self.new.graph.inserting_before(self.new.graph.output_node()):
+            made = self.new.graph.placeholder(f"unknown_{node.name}")
+        made.meta = {
+            "val": self.new.fake([self.new.tokens, *features], executed_dtype(fake.dtype)),
+            "module": "",
+        }
+        return Value(made, fake.dim(), axis, batch)
 
     def wrap(self, node: fx.Node, layout: tuple[int, Any, Any]) -> Value:
         return Value(node, *layout)

@@ -23,6 +23,7 @@ import enginewright
 from enginewright.recipes.errors import EnginewrightError, InputError
 from enginewright.serving import serve
 
+from .planning_cli import JsonCommand, planning_options, refuse_planning_options, run_plan, write_json
 from .speculation_cli import speculation_options
 from .verify_cli import verify_command
 from .workload_cli import LengthsType, bench_workload, refuse_workload_options, workload_options
@@ -97,7 +98,7 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     context.exit(0)
 
 
-@click.command(context_settings=_CONTEXT)
+@click.command(cls=JsonCommand, context_settings=_CONTEXT)
 @click.argument("model")
 @click.option(
     "-r", "--recipe", default="int4", show_default=True, help="A recipe's name, or the path of a YAML file."
@@ -169,8 +170,12 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write a page about the engine: passes, graph, sizes, verification, memory, provenance.",
 )
+@planning_options
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of the tables."
+    "--json",
+    "as_json",
+    metavar="[FILE.json]",
+    help="Print one JSON object on stdout instead of the tables, or write it to the file.",
 )
 @click.option(
     "--list-recipes",
@@ -181,8 +186,10 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     help="List the recipes and stop.",
 )
 @click.version_option(package_name="enginewright", prog_name="enginewright")
+@click.pass_context
 @_reports_errors
 def optimize(
+    context: click.Context,
     model: str,
     recipe: str,
     output: Path | None,
@@ -198,9 +205,15 @@ def optimize(
     check_reproducible: bool,
     allow_unverified: bool,
     html: Path | None,
-    as_json: bool,
+    planned: bool,
+    as_json: str | None,
+    **_of_the_plan: Any,
 ) -> None:
     """Build a verified engine from MODEL: a Hugging Face folder, a .gguf file, or a hub name."""
+    if planned:
+        run_plan(context, as_json)
+        return
+    refuse_planning_options(context)
     from enginewright.inspection import build_tables, print_tables
     from enginewright.progress import Progress
 
@@ -229,8 +242,8 @@ def optimize(
 
         text = page(built.manifest, open_engine(built.path).build, layers=built.layers)
         html.write_text(text, encoding="utf-8")
-    if as_json:
-        click.echo(json.dumps(built.to_dict(), indent=1, ensure_ascii=False))
+    if as_json is not None:
+        write_json(built.to_dict(), as_json)
         return
     print_tables(build_tables(built), stderr=True)
     click.echo(str(built.path))

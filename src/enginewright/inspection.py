@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from enginewright.recipes.formats import kv_token_bytes
 from enginewright.runtime.first_load import STRUCTURE_ONLY
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def size(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def _table(title: str, *headers: str) -> Table:
+def new_table(title: str, *headers: str) -> Table:
+    """A table as all of these are: a title, no lines, numbers to the right."""
     table = Table(*headers, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.show_header = any(headers)
     for column in table.columns:
@@ -69,7 +71,7 @@ def layers_table(layers: list[dict[str, Any]]) -> Table:
     from enginewright.report import by_cost
 
     rows = by_cost(layers)
-    table = _table(
+    table = new_table(
         f"what rounding cost: each unit alone, over {layers[0]['tokens']:,} tokens",
         *("unit", "format", "bits", "size", "relative error", "KL, nats", "share"),
     )
@@ -111,7 +113,7 @@ def mixed_table(mixed: list[dict[str, Any]]) -> Table:
         bits = sorted({round(entry["candidates"][name][0], 2) for entry in mixed})
         span = f"{bits[0]:g}" if len(bits) == 1 else f"{bits[0]:g} to {bits[-1]:g}"
         headers.append(f"{name}\n{span} bits")
-    table = _table("formats chosen by sensitivity: KL in nats of each candidate", "unit", *headers)
+    table = new_table("formats chosen by sensitivity: KL in nats of each candidate", "unit", *headers)
     for column in table.columns[1:]:
         column.justify = "right"
     totals = dict.fromkeys(names, 0.0)
@@ -146,7 +148,7 @@ def calibration_table(manifest: dict[str, Any]) -> Table:
     """What an engine was calibrated on, and what did not go as its recipe says."""
     calibration, rounding = manifest["calibration"], _calibrated(manifest, "quantise")
     smooth, gate = _calibrated(manifest, "smooth"), _calibrated(manifest, "gate_kv")
-    table = _table("calibration", "", "")
+    table = new_table("calibration", "", "")
     table.add_row("source", f"{calibration['source']} ({calibration['sha256'][:12]})")
     table.add_row(
         "samples, tokens, seed",
@@ -185,13 +187,13 @@ def calibrated_tables(manifest: dict[str, Any]) -> list[Table]:
     if rounding.get("mixed"):
         tables.append(mixed_table(rounding["mixed"]))
     if rounding.get("relative_errors"):
-        table = _table("error of each rounded matrix on the calibration's inputs", "matrix", "relative error")
+        table = new_table("error of each rounded matrix on the calibration's inputs", "matrix", "relative error")
         for name, error in sorted(rounding["relative_errors"].items(), key=lambda item: -item[1]):
             table.add_row(name, f"{error:.2%}")
         tables.append(table)
     errors = _calibrated(manifest, "gate_kv").get("kv_errors")
     if errors:
-        table = _table("error of attention with an int8 cache", "layer", "relative error")
+        table = new_table("error of attention with an int8 cache", "layer", "relative error")
         for name, error in errors.items():
             table.add_row(name, f"{error:.2%}")
         tables.append(table)
@@ -203,7 +205,7 @@ def engine_tables(artifact: Artifact) -> list[Table]:
     manifest, build = artifact.manifest, artifact.build
     model, recipe = manifest["model"], manifest["recipe"]
     other = f" (backend {manifest['backend']})" if manifest["backend"] != manifest["target"] else ""
-    facts = _table("engine", "", "")
+    facts = new_table("engine", "", "")
     rows = {
         "model": f"{model['source']} ({model['architecture'] or model['model_type']})",
         **({"adapter": model["adapter"]["name"]} if "adapter" in model else {}),
@@ -218,7 +220,7 @@ def engine_tables(artifact: Artifact) -> list[Table]:
     }
     for name, value in rows.items():
         facts.add_row(name, value)
-    groups = _table("KV cache", "group", "window", "layers", "format", "page", "bytes a token")
+    groups = new_table("KV cache", "group", "window", "layers", "format", "page", "bytes a token")
     for index, group in enumerate(manifest["kv_groups"]):
         token = sum(bytes_a_token(layer, layer.get("format", group["format"])) for layer in group["layers"])
         window = f"{group['window']} tokens" if group["window"] else "all tokens"
@@ -232,7 +234,7 @@ def engine_tables(artifact: Artifact) -> list[Table]:
         )
     tables = [facts, groups]
     if build.get("passes"):
-        passes = _table("passes", "pass", "matches", "notes")
+        passes = new_table("passes", "pass", "matches", "notes")
         for entry in build["passes"]:
             passes.add_row(entry["name"], str(entry["matches"]), "; ".join(entry["notes"]))
         tables.append(passes)
@@ -252,9 +254,8 @@ def _draft(manifest: dict[str, Any]) -> str:
 
 
 def bytes_a_token(layer: dict[str, Any], kv_format: str) -> int:
-    """Bytes of one token's keys and values in one layer; an int8 cache has two f32 scales a head besides."""
-    width, scales = {"f32": (4, 0), "f16": (2, 0), "bf16": (2, 0), "int8": (1, 8)}[kv_format]
-    return layer["kv_heads"] * (width * (layer["key_dim"] + layer["value_dim"]) + scales)
+    """Bytes of one token's keys and values in one layer."""
+    return kv_token_bytes(kv_format, layer["kv_heads"], layer["key_dim"], layer["value_dim"])
 
 
 def _formats(group: dict[str, Any]) -> str:
@@ -265,7 +266,7 @@ def _formats(group: dict[str, Any]) -> str:
 
 
 def _size_table(manifest: dict[str, Any]) -> Table:
-    table = _table("files", "file", "size")
+    table = new_table("files", "file", "size")
     for name, entry in sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"]):
         table.add_row(name, size(entry["bytes"]))
     table.add_row("total", size(sum(entry["bytes"] for entry in manifest["files"].values())), style="bold")
@@ -276,7 +277,7 @@ def verification_table(verification: dict[str, Any]) -> Table:
     """The figures of a verification beside their limits."""
     verdict = verification["verdict"]
     colour = {"passed": "green", STRUCTURE_ONLY: "yellow"}.get(verdict, "red")
-    table = _table(f"verification: [{colour}]{verdict}[/{colour}]", "figure", "measured", "limit")
+    table = new_table(f"verification: [{colour}]{verdict}[/{colour}]", "figure", "measured", "limit")
     if "tokens" not in verification:
         return table
     limits = verification["limits"]
@@ -323,7 +324,7 @@ def _add_structure(table: Table, verification: dict[str, Any]) -> None:
 
 def bench_table(figures: dict[str, Any]) -> Table:
     """The figures of `engine bench`."""
-    table = _table(f"{figures['engine']}, {figures['threads']} threads, {figures['isa']}", "figure", "value")
+    table = new_table(f"{figures['engine']}, {figures['threads']} threads, {figures['isa']}", "figure", "value")
     table.add_row("load", f"{figures['load_seconds']:.3f} s")
     table.add_row("peak memory", size(figures["peak_memory_bytes"]))
     table.add_row("KV cache", f"{figures['kv_bytes_per_token']:,} bytes a token")

@@ -19,14 +19,14 @@ from enginewright.runtime.policies import POLICIES
 
 from .speculation_cli import SPECULATION
 
-__all__ = ["serve"]
+__all__ = ["Bytes", "serve"]
 
 _PREFIX = "ENGINEWRIGHT_"
 _OTHER_VARIABLES = ("ENGINEWRIGHT_ISA",)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
-class _Bytes(click.ParamType):
+class Bytes(click.ParamType):
     """A number of bytes: 2GiB, 512MiB, 1500000."""
 
     name = "bytes"
@@ -139,7 +139,7 @@ _OPTIONS = [
         "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one."
     ),
     _option(
-        "--kv-memory", metavar="SIZE", type=_Bytes(), help="Memory of the key/value cache.  [default: 1GiB]"
+        "--kv-memory", metavar="SIZE", type=Bytes(), help="Memory of the key/value cache.  [default: 1GiB]"
     ),
     _option(
         "--max-context",
@@ -180,7 +180,7 @@ _OPTIONS = [
     _option(
         "--draft-kv-memory",
         metavar="SIZE",
-        type=_Bytes(),
+        type=Bytes(),
         help="Memory of the cache of an engine that drafts.  [default: 1GiB at most]",
     ),
     _option(

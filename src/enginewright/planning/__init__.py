@@ -1,0 +1,1 @@
+"""What a build would make, take and give, told before it is made: `optimize --plan`."""
