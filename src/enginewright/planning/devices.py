@@ -35,8 +35,9 @@ class Device:
             "int8": ("int8", "f16", "bf16"),
             "fp8": ("fp8", "bf16", "f16"),
             "bf16": ("bf16", "f16", "f32"),
+            "f16": ("f16", "bf16", "f32"),
+            "f32": ("f32", "bf16", "f16"),
         }
-        wider |= {"f16": ("f16", "bf16", "f32"), "f32": ("f32", "f16")}
         return next(self.rates[name] for name in (*wider[kind], *self.rates) if name in self.rates)
 
 

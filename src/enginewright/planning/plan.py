@@ -181,7 +181,8 @@ def _adapted(recipe: Recipe, target: Backend | None) -> tuple[Recipe, list[Refus
 def _products(recipe: Recipe) -> list[tuple[str, str]]:
     """Pairs of formats whose products are to be measured."""
     found = []
-    for item in (recipe.linear, recipe.head, *recipe.overrides):
+    asked: list[Any] = [recipe.linear, recipe.head, *recipe.overrides]
+    for item in asked:
         if item.weight != "keep" and parse_weight(item.weight).name != "f16":
             activation = recipe.activation_of(item.weight, item.activation)
             if activation not in ("f16", "int8_static"):

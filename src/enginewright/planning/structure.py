@@ -73,8 +73,10 @@ class Refusal:
 
     @classmethod
     def of(cls, error: EnginewrightError, module: str = "", layers: int = 1) -> Refusal:
-        words = ["" if value is None else str(value) for value in (error.found, error.expected, error.action)]
-        return cls(error.message, *words, module=module, layers=layers)
+        found, expected, action = (
+            "" if value is None else str(value) for value in (error.found, error.expected, error.action)
+        )
+        return cls(error.message, found, expected, action, module, layers)
 
 
 @dataclass
