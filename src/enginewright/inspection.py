@@ -187,7 +187,9 @@ def calibrated_tables(manifest: dict[str, Any]) -> list[Table]:
     if rounding.get("mixed"):
         tables.append(mixed_table(rounding["mixed"]))
     if rounding.get("relative_errors"):
-        table = new_table("error of each rounded matrix on the calibration's inputs", "matrix", "relative error")
+        table = new_table(
+            "error of each rounded matrix on the calibration's inputs", "matrix", "relative error"
+        )
         for name, error in sorted(rounding["relative_errors"].items(), key=lambda item: -item[1]):
             table.add_row(name, f"{error:.2%}")
         tables.append(table)
@@ -324,7 +326,9 @@ def _add_structure(table: Table, verification: dict[str, Any]) -> None:
 
 def bench_table(figures: dict[str, Any]) -> Table:
     """The figures of `engine bench`."""
-    table = new_table(f"{figures['engine']}, {figures['threads']} threads, {figures['isa']}", "figure", "value")
+    table = new_table(
+        f"{figures['engine']}, {figures['threads']} threads, {figures['isa']}", "figure", "value"
+    )
     table.add_row("load", f"{figures['load_seconds']:.3f} s")
     table.add_row("peak memory", size(figures["peak_memory_bytes"]))
     table.add_row("KV cache", f"{figures['kv_bytes_per_token']:,} bytes a token")
