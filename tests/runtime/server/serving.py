@@ -30,6 +30,9 @@ from tests.runtime.fake_executor import FakeExecutor
 
 LETTERS = [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ", "<|end|>", "<0xC3>", "<0xA9>", "<0xFF>", "ab", "▁"]
 GROUPS = [GroupSpec(0, 4), GroupSpec(6, 4)]
+# Tests share a client between threads, and httpx's pool may close a connection as idle that it has just given to
+# another thread's request, which then waits for ever: so no connection is closed for being one too many, or old.
+KEPT = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -92,7 +95,7 @@ class Scripted(FakeExecutor):
 
 @dataclass
 class Running:
-    """A server that runs; `client` is closed with it."""
+    """A server that runs; `client` is closed with it, and any thread may use it."""
 
     url: str
     server: HttpServer
@@ -198,7 +201,7 @@ def serving(engine: Engine | Callable[[], Engine], wait: bool = True, **settings
     try:
         if wait:
             wait_until(lambda: server.service.phase == "ready")
-        with httpx.Client(base_url=url, timeout=30) as client:
+        with httpx.Client(base_url=url, timeout=30, limits=KEPT) as client:
             yield Running(url, server, client)
     finally:
         server.stop()
