@@ -19,7 +19,7 @@ from enginewright.runtime.pages import GroupSpec
 from enginewright.runtime.request import Request, SamplingOptions
 from tests.runtime.drafters import Relative, draft_with, is_empty, speculating
 from tests.runtime.fake_executor import FakeExecutor
-from tests.runtime.test_random_traffic import Trace, check, failing, traces
+from tests.runtime.test_random_traffic import Trace, check, failing, in_parts, traces
 from tests.runtime.traffic import GROUPS, alone, check_step, check_survivor, make_loop, run
 
 GREEDY = SamplingOptions(max_tokens=40, ignore_eos=True)
@@ -264,7 +264,6 @@ def test_survivors_of_anything_say_what_they_say_alone(trace, wanted):
 
 
 @pytest.mark.slow
-@given(plain_traces, drafts)
-@settings(_plain, max_examples=10_000)
-def test_survivors_of_anything_many_times(trace, wanted):
-    check_with_draft(trace, wanted)
+@pytest.mark.parametrize("part", range(20))
+def test_survivors_of_anything_many_times(part):
+    in_parts(part, plain_traces, drafts)(check_with_draft)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from enginewright.runtime import speculation
@@ -186,6 +186,21 @@ def no_log(monkeypatch: pytest.MonkeyPatch) -> None:
 _plain = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
+def in_parts(part: int, *values: st.SearchStrategy[Any]) -> Callable[[Callable[..., Any]], None]:
+    """Run a test on 500 examples, which another part does not have: hypothesis keeps what it has drawn, 100 KB of each."""
+
+    def run(test: Callable[..., Any]) -> None:
+        @seed(part)
+        @given(st.tuples(*values))
+        @settings(_plain, max_examples=500)
+        def some(drawn: tuple[Any, ...]) -> None:
+            test(*drawn)
+
+        some()
+
+    return run
+
+
 @given(traces)
 @settings(_plain, max_examples=200)
 def test_survivors_of_anything_say_what_they_say_alone(trace: Trace) -> None:
@@ -193,10 +208,9 @@ def test_survivors_of_anything_say_what_they_say_alone(trace: Trace) -> None:
 
 
 @pytest.mark.slow
-@given(traces)
-@settings(_plain, max_examples=10_000)
-def test_survivors_of_anything_many_times(trace: Trace) -> None:
-    check(trace)
+@pytest.mark.parametrize("part", range(20))
+def test_survivors_of_anything_many_times(part: int) -> None:
+    in_parts(part, traces)(check)
 
 
 @given(st.lists(st.tuples(related_prompts, st.integers(0, 3)), min_size=2, max_size=8), st.integers(10, 40))
