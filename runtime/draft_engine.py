@@ -45,12 +45,14 @@ class _Draft:
     """The draft's account of one request: `computed` of its `tokens` stand in the pages of `slot` (-1: it has none).
 
     `ahead` are proposed tokens that are not settled yet, at most `most`; `logits` a row of each, where they are kept.
+    `cached`: tokens that the prefix cache held when it was asked, while there is no slot (-1: it was not).
     """
 
     request: Request
     tokens: list[int]  # the request's own list, which grows
     slot: int = -1
     computed: int = 0
+    cached: int = -1
     blocks: list[Block] = field(default_factory=list)
     most: int = 0
     ahead: list[int] = field(default_factory=list)
@@ -137,6 +139,17 @@ class EngineDrafter:
         """Bytes by purpose, as the executor has them."""
         return self.executor.memory()
 
+    def unread(self, request: Request) -> tuple[int, int]:
+        """See `Drafter`. What the prefix cache held when this was first asked need not be read."""
+        draft = self._drafts.get(request)
+        if draft is None:
+            draft = self._drafts[request] = _Draft(request, request.tokens)
+        if draft.slot < 0 and draft.cached < 0:
+            draft.cached = self.own_pool.find(draft.tokens, draft.blocks, len(draft.tokens) - 1).length
+        known = draft.computed if draft.slot >= 0 else draft.cached
+        count = max(len(draft.tokens) - known - STEADY, 0)
+        return count, -(-count // self.executor.max_tokens)
+
     # --------------------------------------------------------------------------------------------- proposing
 
     def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Proposal]:
@@ -154,7 +167,8 @@ class EngineDrafter:
             ready = self._catch_up(work)
             seconds, tokens = time.perf_counter() - started, sum(count for _, count in work)
             for draft, count in work:
-                drafts[draft].preparation = seconds * max(count - STEADY, 0) / tokens
+                drafts[draft].read = max(count - STEADY, 0)
+                drafts[draft].preparation = seconds * drafts[draft].read / tokens
             self._go_on(ready)
         for draft, proposal in drafts.items():
             proposal.tokens = list(draft.ahead)
@@ -285,7 +299,7 @@ class EngineDrafter:
         """Give back what the draft's sequence holds; it can begin anew."""
         if draft.slot >= 0:
             self.own_pool.close(draft.slot)
-        draft.slot, draft.computed = -1, 0
+        draft.slot, draft.computed, draft.cached = -1, 0, -1
         draft.ahead, draft.logits = [], []
 
     def check_invariants(self) -> None:

@@ -10,6 +10,10 @@ what the step makes of the same time:
 chance of the i-th is first · next^(i-1): both are running averages of what came true, for each request and each kind of
 proposal, and begin from the average of all requests.
 
+A drafter that has to read a request first is asked for it where that pays: where what it would save of the tokens that the
+request may still have, but for those that come while it reads, is more than reading takes. How many may come is what its limit
+leaves, or what requests usually have, if that is less; one that has had more than usual may have as much again.
+
 Where nothing is worth proposing, a drafter that costs nothing is still compared with the tokens that come; any other is
 tried now and then, as long as what such attempts have lost stays under a small share of all time.
 """
@@ -27,16 +31,21 @@ MARGIN = 1.03  # a gain below this is not worth the noise of its estimate
 LOSS_ALLOWED = 0.01  # share of all time that attempts may lose
 FIRST_LOSS = 0.05  # seconds that attempts may lose before there is any such time
 ATTEMPT = 2  # tokens of an attempt
+RECENT = 50  # requests whose lengths are of use
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # steps before an attempt; each that fails doubles it
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A request that may have `most` tokens proposed; `kind` tells proposals apart that come true more or less often."""
+    """A request that may have `most` tokens proposed; `kind` tells proposals apart that come true more or less often.
+
+    `unread`: tokens of it that the drafter has to read first, and the calls that this takes at least.
+    """
 
     request: Request
     most: int
     kind: int = 0
+    unread: tuple[int, int] = (0, 0)
 
 
 class _Chance:
@@ -124,6 +133,8 @@ class DraftLength:
         self.free, self.most = free, most
         self.steps = CostModel(ratio=0.12)
         self.drafting = CostModel(ratio=4.0)
+        self.reading = CostModel(ratio=4.0)
+        self._ended, self._usual = 0, 0.0  # requests, and about how many tokens one generates
         self._all: dict[int, _Chances] = {}
         self._own: dict[Request, dict[int, _Chances]] = {}
         self._seconds = 0.0  # of all steps
@@ -134,6 +145,9 @@ class DraftLength:
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
+        if request.generated:
+            self._ended += 1
+            self._usual += (request.generated - self._usual) / min(self._ended, RECENT)
         self._own.pop(request, None)
         self._rest.pop(request, None)
 
@@ -179,20 +193,37 @@ class DraftLength:
             if (sequences + gained) / (plain + cost) > best:
                 best = (sequences + gained) / (plain + cost)
                 lengths = list(chosen)
+        saved = plain / sequences - 1 / best  # of each token
+        for i, candidate in enumerate(candidates):
+            if lengths[i] and candidate.unread[0] and not self._pays(candidate, saved):
+                lengths[i] = 0
         if not any(lengths) and not self.free:
             self._attempt(candidates, lengths, each * ATTEMPT + start + a_pass * ATTEMPT)
         return lengths
 
+    def _pays(self, candidate: Candidate, saved: float) -> bool:
+        """Whether to read the request first, where it saves so many seconds of each token after that."""
+        request = candidate.request
+        left = request.limit - len(request.tokens)
+        if self._ended:
+            left = min(left, max(self._usual, request.generated))
+        return self._reading_takes(candidate) < (left - candidate.unread[1]) * saved
+
+    def _reading_takes(self, candidate: Candidate) -> float:
+        """Seconds, as far as it is known."""
+        tokens, _ = candidate.unread
+        return self.reading.seconds(tokens) if tokens else 0.0
+
     def _attempt(self, candidates: Sequence[Candidate], lengths: list[int], cost: float) -> None:
         """Try a request that has rested for long enough, where the losses so far allow it."""
-        allowed = self._lost + cost < FIRST_LOSS + LOSS_ALLOWED * self._seconds
+        allowed = FIRST_LOSS + LOSS_ALLOWED * self._seconds - self._lost - cost
         for i, candidate in enumerate(candidates):
             steps, pause = self._rest.get(candidate.request, (FIRST_PAUSE, FIRST_PAUSE))
-            if steps <= 0 and allowed and candidate.most:
+            if steps <= 0 and candidate.most and self._reading_takes(candidate) < allowed:
                 lengths[i] = min(ATTEMPT, candidate.most)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 self._rest[candidate.request] = (pause, pause)
-                allowed = False
+                allowed = 0.0
             else:
                 self._rest[candidate.request] = (steps - 1, pause)
 

@@ -22,13 +22,15 @@ class Proposal:
 
     Proposals of one `kind`, a number of the drafter's own, come true about as often. `logits`, float32 [len(tokens), vocab]:
     the rows that the tokens were drawn from, where the drafter draws and keeps them; None where they were not drawn.
-    `preparation`: seconds that went to what later proposals need not do again, such as reading the prompt.
+    `preparation`: seconds that went to what later proposals need not do again, such as reading the prompt; `read`: the tokens
+    that were read in them.
     """
 
     tokens: list[int] = field(default_factory=list)
     kind: int = 0
     logits: Any = None
     preparation: float = 0.0
+    read: int = 0
 
 
 class Drafter(Protocol):
@@ -36,7 +38,8 @@ class Drafter(Protocol):
 
     `name`: as in `--speculate`. `free`: proposing costs next to nothing, whether or not it is verified. `keep_logits`: whether
     proposals are to hold the logits that their tokens were drawn from; set before the first call. One with pages of its own
-    has their pool as `own_pool`.
+    has their pool as `own_pool`. One that reads a request before it can propose has `unread(request)`: (tokens that it has yet to
+    read, calls that this takes at least).
     """
 
     name: str

@@ -56,7 +56,7 @@ class Speculator:
         self._open.clear()
         self._drafting = 0.0
         candidates = [
-            Candidate(request, most)
+            Candidate(request, most, unread=self._unread(request))
             for request, count in plan.counts.items()
             if count == 1 and len(request.tokens) - request.computed == 1 and (most := self._most(request))
         ]
@@ -75,6 +75,11 @@ class Speculator:
         wanted = request.options.draft_tokens
         most = self.most if wanted is None else wanted
         return max(min(most, request.limit - len(request.tokens) - 1), 0)
+
+    def _unread(self, request: Request) -> tuple[int, int]:
+        """What the drafter has to read before it can propose: (tokens, calls)."""
+        unread = getattr(self.drafter, "unread", None)
+        return unread(request) if unread is not None and self.tokens is None else (0, 0)
 
     def _choose(self, candidates: Sequence[Candidate], plan: Plan) -> list[int]:
         if self.tokens is not None:
@@ -110,7 +115,10 @@ class Speculator:
             return
         started = time.perf_counter()
         made = self._ask(wanted)
-        seconds = time.perf_counter() - started - sum(proposal.preparation for proposal in made)
+        preparation = sum(proposal.preparation for proposal in made)
+        if preparation:
+            self.length.reading.observe(sum(proposal.read for proposal in made), preparation)
+        seconds = time.perf_counter() - started - preparation
         if longest := max(len(proposal.tokens) for proposal in made):
             self.length.drafting.observe(longest, max(seconds, 0.0))
         for (request, _), proposal in zip(wanted, made, strict=True):

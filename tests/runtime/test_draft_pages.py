@@ -11,6 +11,7 @@ from enginewright.backends.base import KvGroupInfo, StepInput
 from enginewright.recipes.errors import InputError
 from enginewright.runtime.draft_engine import EngineDrafter
 from enginewright.runtime.memory import plan_draft_pages
+from enginewright.runtime.pages import GroupSpec
 from enginewright.runtime.request import Request, SamplingOptions
 from tests.runtime.drafters import Relative, draft_with, is_empty, speculating
 from tests.runtime.fake_executor import FakeExecutor
@@ -176,6 +177,71 @@ def test_pages_for_a_draft():
         assert limit - 2000 < pages[0] * 1000 + pages[1] * 500 <= limit
     with pytest.raises(InputError, match="draft_cache_bytes"):
         plan_draft_pages(groups, **common, tokens=2000, limit_bytes=1000)
+
+
+def seconds_of(
+    monkeypatch, sizes: list[tuple[int, int]], likeness: float | None
+) -> tuple[float, list[Request]]:
+    """Seconds that requests of (prompt, answer) tokens take one after another: a row of the draft takes a fifth of the engine's.
+
+    `likeness` None: nothing drafts.
+    """
+    now = 0.0
+    for module in ("draft_engine", "speculation", "loop"):
+        monkeypatch.setattr(f"enginewright.runtime.{module}.time.perf_counter", lambda: now)
+    groups = [GroupSpec(6, 16)]
+    limits = {"max_context": 2048, "token_budget": 256, "prefix_cache": False}
+    loop = make_loop((400,), groups, FakeExecutor(groups), **limits)
+    executor = Relative(groups, likeness or 0.0, max_tokens=256)
+    if likeness is not None:
+        draft_with(loop, executor, (400,), None, 2048)
+
+    def timed(step, scale):
+        def stepping(given: StepInput) -> np.ndarray:
+            nonlocal now
+            now += scale * (0.01 + 0.0002 * len(given.tokens))
+            return step(given)
+
+        return stepping
+
+    loop.executor.step, executor.step = timed(loop.executor.step, 1.0), timed(executor.step, 0.2)
+    requests = []
+    for i, (prompt, answer) in enumerate(sizes):
+        options = SamplingOptions(max_tokens=answer, ignore_eos=True)
+        requests += run(loop, [Request([i, *([7, 8, 9] * prompt)[: prompt - 1]], options)])
+    return now, requests
+
+
+@pytest.mark.parametrize("likeness", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("sizes", [(1000, 2), (1000, 5), (1900, 12), (300, 3)])
+def test_a_long_prompt_is_not_read_for_a_short_answer(monkeypatch, sizes, likeness):
+    drafted, plain = (seconds_of(monkeypatch, [sizes] * 8, kind)[0] for kind in (likeness, None))
+    assert drafted <= plain / 0.97
+
+
+def test_what_a_draft_has_yet_to_read():
+    """All but the last two tokens, which a step leaves to catch up with; and not what the prefix cache holds."""
+    drafter = EngineDrafter(FakeExecutor(GROUPS, max_tokens=8), (64, 64), max_sequences=2, max_context=64)
+    request, other = Request([1] * 25, GREEDY), Request([1] * 24 + [2] * 9, GREEDY)
+    unread = []
+    for _ in range(5):
+        unread.append(drafter.unread(request))
+        (proposal,) = drafter.propose([(request, 3)])
+    assert unread == [(23, 3), (15, 2), (7, 1), (0, 0), (0, 0)] and len(proposal.tokens) == 3
+    drafter.forget(request)
+    assert drafter.unread(other) == (33 - 24 - 2, 1)
+    drafter.check_invariants()
+    drafter.close()
+    assert is_empty(drafter)
+
+
+def test_a_long_prompt_is_read_for_a_long_answer(monkeypatch):
+    """Also among short answers: one that goes on for longer than usual may go on."""
+    sizes = [(1000, 4)] * 12 + [(1000, 200)]
+    drafted, requests = seconds_of(monkeypatch, sizes, 1.0)
+    plain, _ = seconds_of(monkeypatch, sizes, None)
+    assert requests[-1].accepted > 100 and not any(request.drafted for request in requests[:-1])
+    assert drafted < 0.8 * plain
 
 
 def test_an_attempt_goes_on_until_the_draft_has_read_all(monkeypatch):
