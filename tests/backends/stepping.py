@@ -25,13 +25,21 @@ class Stepper:
         executor.create_pool([pages] * len(self.groups))
         if hasattr(executor, "fill_pool"):
             executor.fill_pool(float("nan"))
-        order = np.random.default_rng(seed).permutation(pages)
-        self.free = [[int(page) for page in order] for _ in self.groups]
+        orders = [np.random.default_rng(seed + g).permutation(pages) for g in range(len(self.groups))]
+        self.free = [[int(page) for page in order] for order in orders]
         self.tables: list[dict[str, list[int]]] = [{} for _ in self.groups]
         self.lengths: dict[str, int] = {}
 
     def feed(self, **rows: Sequence[int]) -> dict[str, Floats]:
         """Run one step of new tokens by sequence name; logits of every row come back by name."""
+        step = self.step_of(**rows)
+        logits = self.executor.step(step)
+        assert logits.shape == (len(step.tokens), self.executor.vocab_size) and logits.dtype == np.float32
+        starts = step.seq_starts
+        return {name: logits[starts[s] : starts[s + 1]] for s, name in enumerate(rows)}
+
+    def step_of(self, **rows: Sequence[int]) -> StepInput:
+        """The step of new tokens by sequence name, with pages for them; it asks for every row. The tokens count as fed."""
         starts, lens, positions, tokens = [0], [], [], []
         for name, new in rows.items():
             before = self.lengths.get(name, 0)
@@ -48,9 +56,7 @@ class Stepper:
                 tables[g, s, : len(table[name])] = table[name]
         whole = np.arange(len(tokens), dtype=np.int32)
         arrays = [np.array(part, np.int32) for part in (tokens, positions, starts, lens)]
-        logits = self.executor.step(StepInput(*arrays, tables, whole))
-        assert logits.shape == (len(tokens), self.executor.vocab_size) and logits.dtype == np.float32
-        return {name: logits[starts[s] : starts[s + 1]] for s, name in enumerate(rows)}
+        return StepInput(*arrays, tables, whole)
 
     def _reserve(self, name: str, before: int) -> None:
         for group, free, table in zip(self.groups, self.free, self.tables, strict=True):

@@ -21,8 +21,8 @@ __all__ = ["InterpretedExecutor"]
 class InterpretedExecutor:
     """Runs steps on a network that a lowering has defined (bindings.py says what its inputs are).
 
-    network, raw: as Interpreter takes them. groups: the KV groups of the model's facts. Pools are filled with NaN, so that
-    whatever reads what was never written shows it; the zero page alone is zeros.
+    network, raw, rounding: as Interpreter takes them. groups: the KV groups of the model's facts. Pools are filled with NaN, so
+    that whatever reads what was never written shows it; the zero page alone is zeros.
     """
 
     def __init__(
@@ -35,8 +35,9 @@ class InterpretedExecutor:
         max_context: int,
         page_size: int = 16,
         max_tokens: int = 512,
+        rounding: bool = True,
     ) -> None:
-        self._interpreter = Interpreter(network, raw)
+        self._interpreter = Interpreter(network, raw, rounding=rounding)
         self._max_context = max_context
         self._layers = [group.layers for group in groups]
         self._pools: dict[str, Array] = {}

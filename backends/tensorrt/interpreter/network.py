@@ -11,7 +11,7 @@ import numpy as np
 
 from . import layout, pointwise, products, transformers
 from .rules import RULES, Call, InterpreterError, Rule
-from .values import Array, fits, rounded
+from .values import FLOATS, Array, fits, rounded
 
 __all__ = ["Interpreter", "InterpreterError"]
 
@@ -42,12 +42,16 @@ class Interpreter:
     """Evaluates a network's layers in numpy.
 
     network: an INetworkDefinition; it and the arrays of its constants must live as long. raw: the bytes of constants that Python
-    cannot read back (INT4 and BF16), by layer name. Layers of constants alone are computed once.
+    cannot read back (INT4 and BF16), by layer name. Layers of constants alone are computed once. Without `rounding`, what layers
+    compute in 16-bit floats stays float32: what is then left of a difference is no type's doing.
     Raises InterpreterError, when it is made, where a layer has no rule.
     """
 
-    def __init__(self, network: Any, raw: Mapping[str, Array] | None = None) -> None:
+    def __init__(
+        self, network: Any, raw: Mapping[str, Array] | None = None, *, rounding: bool = True
+    ) -> None:
         self._raw = {} if raw is None else raw
+        self._rounding = rounding
         self._network = network
         self._library = sys.modules[type(network).__module__]
         self.inputs = {t.name: t for t in (_tensor(network.get_input(i)) for i in range(network.num_inputs))}
@@ -191,6 +195,7 @@ class Interpreter:
             [tensor.kind for tensor in layer.outputs],
             values,
             self._raw,
+            self._rounding,
         )
         where = f"layer '{layer.layer.name}' ({layer.kind})"
         try:
@@ -199,7 +204,10 @@ class Interpreter:
         except InterpreterError as error:
             raise InterpreterError(f"{where}: {error}") from error
         for tensor, result in zip(layer.outputs, results, strict=True):
-            value = result if layer.kind == "KV_CACHE_UPDATE" else rounded(np.asarray(result), tensor.kind)
+            value = result
+            if layer.kind != "KV_CACHE_UPDATE":
+                kind = tensor.kind if self._rounding or tensor.kind not in FLOATS else "FLOAT"
+                value = rounded(np.asarray(result), kind)
             _check_shape(where, value, tensor)
             values[tensor.name] = value
 

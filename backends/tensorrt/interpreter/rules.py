@@ -26,6 +26,7 @@ class Call:
 
     layer: the layer. inputs: a value an input, None where it is absent. outputs: the types of its outputs (DataType's names).
     by_name: every value at hand by its tensor's name. raw: the bytes of constants that Python cannot read back, by layer name.
+    rounding: whether 16-bit floats are rounded to.
     """
 
     layer: Any
@@ -33,6 +34,7 @@ class Call:
     outputs: Sequence[str]
     by_name: Mapping[str, Array]
     raw: Mapping[str, Array]
+    rounding: bool = True
 
     def __getitem__(self, index: int) -> Array:
         value = self.inputs[index]

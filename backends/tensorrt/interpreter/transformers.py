@@ -101,7 +101,7 @@ def attention(call: Call) -> list[Array]:
     heads, kv_heads, rows, keys = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     if heads % kv_heads or v.shape[:3] != k.shape[:3]:
         raise InterpreterError(f"query {q.shape}, key {k.shape}, value {v.shape}")
-    kind = call.layer.get_input(2).dtype.name
+    kind = call.layer.get_input(2).dtype.name if call.rounding else "FLOAT"
     grouped = q.reshape(q.shape[0], kv_heads, heads // kv_heads * rows, q.shape[3])
     scores = (grouped @ k.swapaxes(-1, -2)).reshape(*q.shape[:3], keys)
     seen = np.ones((1, 1, 1, keys), np.bool_)

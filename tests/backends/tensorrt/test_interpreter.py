@@ -76,7 +76,8 @@ def floats(*shape: int, scale: float = 1.0) -> np.ndarray:
 
 
 def half(x: np.ndarray) -> np.ndarray:
-    return np.asarray(x).astype(np.float16).astype(np.float32)
+    with np.errstate(over="ignore"):
+        return np.asarray(x).astype(np.float16).astype(np.float32)
 
 
 def close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-6) -> None:
