@@ -11,6 +11,7 @@ writes, to its logger or past it, goes to a file that is read when something wen
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import resource
 import signal
@@ -147,6 +148,7 @@ def _work(work: Callable[[], None], output: int) -> None:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for stream in (1, 2):
             os.dup2(output, stream)
+        faulthandler.disable()  # what it would print belongs to no one
         log().echo = output
         work()
         code = 0
