@@ -227,7 +227,6 @@ class TensorRTExecutor:
             try:
                 self._send(arrays, known.context)
                 known.context.run(stream)
-                stream.synchronise()
                 known.graph = self._record(known.context, stream)
             except BaseException:
                 known.close()

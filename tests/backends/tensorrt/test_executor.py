@@ -291,6 +291,14 @@ def test_copied_pages_continue_a_sequence(machine: Machine) -> None:
             machine.executor.copy_pages(group, pages, [0])
 
 
+def test_pools_are_dropped_when_nothing_uses_them_any_more(machine: Machine) -> None:
+    """Copies of pages wait in the stream; what they use may not be freed before they have run."""
+    for drop in (lambda: machine.executor.create_pool([9, 9]), machine.executor.close):
+        machine.executor.create_pool([8, 8])
+        machine.executor.copy_pages(0, [1, 2], [3, 3])
+        drop()
+
+
 def test_a_closed_executor_holds_nothing_and_does_nothing(machine: Machine) -> None:
     machine.executor.create_pool([4, 4])
     machine.executor.step(step_of(2))
