@@ -72,6 +72,10 @@ def _build(lowered: Lowered, builder: Any, targets: Sequence[str], limits: Limit
     trt = lib.trt
     config = builder.create_builder_config()
     config.clear_flag(trt.BuilderFlag.TF32)  # what is computed in float32 is meant to be
+    if hasattr(
+        trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"
+    ):  # else steps cannot be captured as CUDA graphs (plan.py)
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     _aim(lib, config, targets)
     for kind in bindings.PROFILES:
         profile = builder.create_optimization_profile()
@@ -91,7 +95,10 @@ def _aim(lib: Library, config: Any, targets: Sequence[str]) -> None:
         return  # it builds for the GPU that it finds
     config.num_compute_capabilities = len(targets)
     for index, target in enumerate(targets):
-        capability = getattr(lib.trt.ComputeCapability, target.upper())
+        listed = lib.trt.ComputeCapability.__members__
+        capability = listed.get(
+            target.upper(), lib.trt.ComputeCapability.CURRENT
+        )  # targets.py: it is this machine's
         if config.set_compute_capability(capability, index) is False:
             raise Refusal(f"the library refuses the target {target}")
 

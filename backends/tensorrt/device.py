@@ -17,7 +17,7 @@ from typing import Any
 from enginewright.backends.tensorrt.cuda import Cuda, DeviceError
 from enginewright.recipes.errors import ArtifactError, EnginewrightError
 
-__all__ = ["Device", "Found", "check", "find_device", "require", "why_not"]
+__all__ = ["Device", "Found", "check", "describe_device", "find_device", "require", "why_not"]
 
 _PROC = Path("/proc/driver/nvidia/version")
 
@@ -89,6 +89,16 @@ def find_device(cuda: Cuda) -> Device:
         driver_version(),
         int(properties.totalGlobalMem),
     )
+
+
+def describe_device() -> str:
+    """`found` and the first GPU's architecture, or `none` and the reason, for a process that asks another one (targets.py)."""
+    try:
+        return f"found {find_device(Cuda()).architecture}"
+    except DeviceError as error:
+        return f"none {error.message}"
+    except ImportError as error:
+        return f"none the package cuda-python cannot be imported: {error}"
 
 
 def require(section: Mapping[str, Any], rebuild: str) -> Found:

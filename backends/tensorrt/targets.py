@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 
 from enginewright.backends.tensorrt.api import library
 from enginewright.recipes.errors import InputError, near_matches
 
-__all__ = ["GPUS", "PLAN", "parse_targets", "plan_name", "supported", "without_bf16"]
+__all__ = ["CURRENT", "GPUS", "PLAN", "is_here", "parse_targets", "plan_name", "supported", "without_bf16"]
 
 GPUS = {
     "sm70": "V100", "sm72": "Jetson Xavier", "sm75": "T4, RTX 20", "sm80": "A100, A30", "sm86": "A10, A40, RTX 30",
@@ -17,6 +19,7 @@ GPUS = {
 """Compute capabilities as targets, with GPUs that have them."""
 
 PLAN = "plan-{}.engine"
+CURRENT = "current"
 
 _REASONS = {
     "sm90": "it builds for sm90 only where such a GPU is at hand, and lists it as no target of its own",
@@ -31,9 +34,13 @@ def supported() -> list[str]:
 
 
 def parse_targets(asked: str | Iterable[str]) -> list[str]:
-    """`sm80,sm86`, or a list of such names, in order and once each. Raises InputError for what cannot be a target."""
+    """`sm80,sm86`, or a list of such names, in order and once each; `current` is the GPU of this machine.
+
+    Raises InputError for what cannot be a target.
+    """
     names = asked.split(",") if isinstance(asked, str) else list(asked)
-    targets = list(dict.fromkeys(name.strip().lower() for name in names if name.strip()))
+    given = (name.strip().lower() for name in names if name.strip())
+    targets = list(dict.fromkeys(_here() if name == CURRENT else name for name in given))
     if not targets:
         raise InputError("no target is given", expected="one or several of " + ", ".join(supported()))
     for target in targets:
@@ -41,9 +48,36 @@ def parse_targets(asked: str | Iterable[str]) -> list[str]:
     return targets
 
 
+def _here() -> str:
+    """The architecture of this machine's GPU. Raises InputError where there is none.
+
+    Another process looks: one that has begun with CUDA cannot fork a child that uses it, and plans are built in a fork
+    (build.py).
+    """
+    look = "from enginewright.backends.tensorrt.device import describe_device; print(describe_device())"
+    said = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
+    kind, _, words = said.stdout.strip().partition(" ")
+    if kind != "found":
+        raise InputError(
+            "there is no GPU here to build for",
+            found=words or said.stderr.strip().splitlines()[-1:],
+            expected="one or several of " + ", ".join(supported()),
+            action="name the targets: those are built without a GPU",
+        )
+    return words
+
+
+def is_here(target: str) -> bool:
+    """Whether `target` is this machine's own GPU, for which a library may build what it does not list."""
+    try:
+        return _here() == target
+    except InputError:
+        return False
+
+
 def _check(target: str) -> None:
     taken = supported()
-    if target in taken:
+    if target in taken or is_here(target):
         return
     lib = library()
     listed = ", ".join(f"{name} ({GPUS[name]})" if name in GPUS else name for name in taken)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from enginewright.backends.tensorrt import device as device_module
+from enginewright.backends.tensorrt import targets
 from enginewright.backends.tensorrt.cuda import Cuda, DeviceError
 from enginewright.backends.tensorrt.device import Device, check, find_device, require, why_not
-from enginewright.recipes.errors import ArtifactError
+from enginewright.recipes.errors import ArtifactError, InputError
 from tests.backends.tensorrt.fake_device import FakeDevice, cudaError_t
 from tests.runtime.test_no_torch import behind_the_wall
 
@@ -146,6 +147,25 @@ def test_this_machine_is_asked_with_the_real_package() -> None:
         assert error.action is not None and ("driver" in error.message or "no GPU" in error.message)
     else:
         assert found.architecture.startswith("sm") and found.memory > 1 << 30
+
+
+def test_the_current_gpu_is_a_target_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an H200, which the library lists as no target; then this one."""
+    pytest.importorskip("tensorrt_rtx")
+    pytest.importorskip("cuda.bindings.runtime")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            targets.subprocess,
+            "run",
+            lambda *arguments, **options: SimpleNamespace(stdout="found sm90\n", stderr=""),
+        )
+        assert targets.parse_targets("current,sm80") == ["sm90", "sm80"]
+        assert targets.parse_targets("sm90") == ["sm90"]
+    if device_module.describe_device().startswith("none"):
+        with pytest.raises(InputError, match=r"no GPU here to build for\n  found: .*(driver|GPU)"):
+            targets.parse_targets("current")
+    else:
+        assert targets.is_here(targets.parse_targets("current")[0])
 
 
 def test_a_call_that_fails_is_named_with_the_real_package() -> None:

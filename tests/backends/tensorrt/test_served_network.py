@@ -27,6 +27,7 @@ from tests.backends.stepping import in_chunks
 from tests.backends.tensorrt.fake_device import FakeDevice
 from tests.backends.tensorrt.fake_tensorrt import PLAN, FakeTensorRT
 from tests.backends.tensorrt.programs import final
+from tests.gpu.checks import a_graph_gives_the_plain_run_s_bits, pages_hold_what_the_reference_s_hold
 
 PROMPTS = {"a": list(range(3, 31)), "b": [9, 8, 7], "c": [40, 2, 77, 5]}
 
@@ -64,7 +65,7 @@ def loaded(
         )
         for group in program.facts.kv_groups
     )
-    limits = Limits(sequences=4, tokens=32, context=128, page_size=16, pages=(25,) * len(groups))
+    limits = Limits(sequences=8, tokens=32, context=128, page_size=16, pages=(25,) * len(groups))
     description = Description(groups, limits, program.facts.vocab_size)
     device = FakeDevice()
     library = FakeTensorRT(device, description, Interpreted(program))
@@ -108,5 +109,15 @@ def test_requests_get_the_reference_s_tokens(tmp_path: Path) -> None:
         answers.append([request.output for request in requests])
     assert answers[0] == answers[1]
     assert device.launches > 0
+    executor.close()
+    device.assert_clean()
+
+
+def test_what_is_asked_of_a_gpu_holds_here(tmp_path: Path) -> None:
+    """The checks of tests/gpu, which run where there is one."""
+    program, _ = final("gemma2")
+    device, _, executor = loaded(tmp_path, program)
+    a_graph_gives_the_plain_run_s_bits(executor)
+    pages_hold_what_the_reference_s_hold(executor, program, 0.01)
     executor.close()
     device.assert_clean()
