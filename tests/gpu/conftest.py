@@ -39,7 +39,7 @@ def _missing() -> str | None:
 
 @functools.cache
 def _built(model: Path, recipe: str, *overrides: str) -> tuple[Path, str]:
-    """The engine, and what went wrong. Every build is a process of its own: plans are built in forks, which CUDA does not bear."""
+    """The engine, and what went wrong. Every build is a process of its own: plans are built in forks, and CUDA bears none."""
     out = Path(_KEEP.name) / "-".join([model.name, recipe, *overrides]).replace("/", "_")
     done = subprocess.run(
         [sys.executable, "-c", _BUILD, str(model), recipe, str(out), *overrides],

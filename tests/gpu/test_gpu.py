@@ -63,6 +63,17 @@ def test_logits_are_the_reference_s(build: Build, arch: str, recipe: str, overri
         loaded.close()
 
 
+@pytest.mark.parametrize("arch", ["gemma3_text", "llama"])
+def test_the_shared_backend_tests(build: Build, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """Every scenario of tests/backends/test_shared.py, with the plan of the GPU."""
+    shared = pytest.importorskip("tests.backends.test_shared")
+    artifact = open_engine(build(folder(arch), "fp16"))
+    monkeypatch.setitem(
+        shared.BACKENDS, "gpu", lambda program, recipe: get_backend("tensorrt").load(artifact)
+    )
+    shared.play(shared.Case("gpu", arch, bound=NEAR, tips=0.05), shared.SCENARIOS)
+
+
 def test_a_graph_gives_what_the_plain_run_gives(executor: TensorRTExecutor) -> None:
     a_graph_gives_the_plain_run_s_bits(executor)
 
