@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -48,19 +49,24 @@ def parse_targets(asked: str | Iterable[str]) -> list[str]:
     return targets
 
 
-def _here() -> str:
-    """The architecture of this machine's GPU. Raises InputError where there is none.
+@functools.cache
+def _look() -> str:
+    """What device.py says of this machine, asked of another process, once.
 
-    Another process looks: one that has begun with CUDA cannot fork a child that uses it, and plans are built in a fork
-    (build.py).
+    A process that has begun with CUDA cannot fork a child that uses it, and plans are built in a fork (build.py).
     """
-    look = "from enginewright.backends.tensorrt.device import describe_device; print(describe_device())"
-    said = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
-    kind, _, words = said.stdout.strip().partition(" ")
+    ask = "from enginewright.backends.tensorrt.device import describe_device; print(describe_device())"
+    said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    return said.stdout.strip() or "none " + " ".join(said.stderr.strip().splitlines()[-1:])
+
+
+def _here() -> str:
+    """The architecture of this machine's GPU. Raises InputError where there is none."""
+    kind, _, words = _look().partition(" ")
     if kind != "found":
         raise InputError(
             "there is no GPU here to build for",
-            found=words or said.stderr.strip().splitlines()[-1:],
+            found=words,
             expected="one or several of " + ", ".join(supported()),
             action="name the targets: those are built without a GPU",
         )

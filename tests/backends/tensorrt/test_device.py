@@ -154,11 +154,7 @@ def test_the_current_gpu_is_a_target_where_there_is_one(monkeypatch: pytest.Monk
     pytest.importorskip("tensorrt_rtx")
     pytest.importorskip("cuda.bindings.runtime")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            targets.subprocess,
-            "run",
-            lambda *arguments, **options: SimpleNamespace(stdout="found sm90\n", stderr=""),
-        )
+        patch.setattr(targets, "_look", lambda: "found sm90")
         assert targets.parse_targets("current,sm80") == ["sm90", "sm80"]
         assert targets.parse_targets("sm90") == ["sm90"]
     if device_module.describe_device().startswith("none"):
