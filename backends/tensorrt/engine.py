@@ -80,8 +80,12 @@ def _require_bf16(program: Program, recipe: Recipe, targets: Sequence[str]) -> N
     formats = {
         "compute": recipe.compute,
         "kv_cache.format": recipe.kv_cache.format,
-        "linear.weight": recipe.linear.weight,
-        "head.weight": recipe.head.weight,
+        **{
+            f"{role}.weight": getattr(recipe, role).weight
+            for role in ("linear", "embedding", "head", "router")
+        },
+        **{f"overrides.{index}.weight": item.weight for index, item in enumerate(recipe.overrides)},
+        "outliers.threshold (columns in bf16)": "bf16" if recipe.outliers.threshold is not None else "",
     }
     asked = [f"{key} {value}" for key, value in formats.items() if value == "bf16"]
     if old and asked:

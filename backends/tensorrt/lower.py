@@ -1,7 +1,7 @@
 """From a final Program to a network: `define`, by rules that are looked up by the op's name.
 
-lower_dialect.py, lower_attention.py and lower_moe.py have the dialect's rules, lower_generic.py those of ATen; weights.py
-the matrices. The network's inputs and outputs are those of bindings.py.
+lower_dialect.py, lower_attention.py and lower_moe.py have the dialect's rules, lower_generic.py and lower_movement.py
+those of ATen; weights.py the matrices. The network's inputs and outputs are those of bindings.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _load_rules() -> None:
     import enginewright.backends.tensorrt.lower_attention
     import enginewright.backends.tensorrt.lower_dialect
     import enginewright.backends.tensorrt.lower_generic
-    import enginewright.backends.tensorrt.lower_moe  # noqa: F401
+    import enginewright.backends.tensorrt.lower_moe
+    import enginewright.backends.tensorrt.lower_movement  # noqa: F401
 
 
 def define(program: Program, network: Any, options: Options | None = None) -> Lowered:
