@@ -204,7 +204,7 @@ class DraftLength:
     def _pays(self, candidate: Candidate, saved: float) -> bool:
         """Whether to read the request first, where it saves so many seconds of each token after that."""
         request = candidate.request
-        left = request.limit - len(request.tokens)
+        left: float = request.limit - len(request.tokens)
         if self._ended:
             left = min(left, max(self._usual, request.generated))
         return self._reading_takes(candidate) < (left - candidate.unread[1]) * saved

@@ -151,10 +151,11 @@ def optimize(
             found="an engine from the cache is not built again",
             action="leave one of them out",
         )
+    layers: list[dict[str, Any]] = []
     if check_reproducible:
-        built, layers = build_twice(build, out, force, progress), []
+        built = build_twice(build, out, force, progress)
     elif cache is not None:
-        built, layers = _through_cache(Path(cache), order, build, out, force), []
+        built = _through_cache(Path(cache), order, build, out, force)
     else:
         built, layers = _build(order, out, force)
     passes = list(built.build.get("passes", []))

@@ -53,7 +53,7 @@ class Kept:
         """Take a sample's tokens, and the logits [T, vocab] of the judge and of the Program."""
         tokens = tokens[:_MOST_TOKENS]
         logits = logits[: len(tokens)]
-        self._bits.update(np.ascontiguousarray(logits, np.float32))
+        self._bits.update(np.ascontiguousarray(logits, np.float32).data)
         self.samples.append(golden_sample(tokens, logits))
         self.beginnings.append((tokens[:_INTERPRETED], logits[:_INTERPRETED].copy()))
         self.largest = float(np.maximum(self.largest, np.abs(logits).max()))

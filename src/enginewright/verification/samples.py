@@ -47,7 +47,7 @@ def text_tokens(encode: Encode | None, vocab_size: int, wanted: int) -> list[int
     """
     stream: list[int] = []
     if encode is not None:
-        text = resources.files("enginewright").joinpath("verification", "text.txt")
+        text = resources.files("enginewright").joinpath("verification").joinpath("text.txt")
         stream = encode(text.read_text(encoding="utf-8"))
     if len(set(stream)) < min(_DISTINCT, vocab_size // 2):
         stream = [(i * 7919 + 11) % vocab_size for i in range(wanted)]
