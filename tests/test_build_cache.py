@@ -138,6 +138,7 @@ def test_two_builders_take_turns_and_the_second_finds_the_engine(tmp_path: Path)
     assert len(entries(tmp_path / "cache")) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_builder_leaves_the_key_free(tmp_path: Path) -> None:
     arguments = [folder("llama"), "-r", "fp32", "-o", tmp_path / "one", "--cache", tmp_path / "cache"]
     builder = subprocess.Popen([sys.executable, "-c", BUILD, *map(str, arguments)], stderr=subprocess.DEVNULL)

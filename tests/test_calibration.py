@@ -243,6 +243,7 @@ def smollm2():
     return source, capture(source)
 
 
+@pytest.mark.slow
 def test_a_model_writes_the_same_samples_every_time(smollm2):
     options = Calibration(samples=3, length=32, seed=5)
     first, second = (from_model(*smollm2, options, lambda text: None) for _ in range(2))

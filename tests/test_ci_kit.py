@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.passes.architectures import folder
@@ -35,6 +36,7 @@ def run(where: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_script_writes_a_baseline_and_holds_engines_to_it(tmp_path: Path) -> None:
     first = run(tmp_path, folder("llama"), "int8")
     assert first.returncode == 0 and "commit it" in first.stderr, first.stderr

@@ -36,7 +36,7 @@ def compare(model: str, lengths: list[int], chunks: list[int | None], decoded: i
         assert_same(reference[: 16 + decoded], steps)
 
 
-@pytest.mark.parametrize("model", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("model", ["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_fp32_engine_equals_eager(model: str) -> None:
     compare(model, [1, 2, 15, 16, 17, 600], [64], decoded=24)
 

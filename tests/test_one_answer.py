@@ -54,9 +54,8 @@ def test_what_the_pool_held_before_does_not_matter(recipe: str) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(answers[0], other, strict=True))
 
 
-@pytest.mark.parametrize(
-    "overrides", [(), pytest.param(("kv_cache.format=int8",), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [(), ("kv_cache.format=int8",)], ids=str)
 def test_a_windowed_model_with_a_fact_beyond_the_window(overrides: tuple[str, ...]) -> None:
     """Gemma's sliding layers give pages back while its full layers keep everything: chunks and whole agree bit for bit."""
     with engines.load("gemma3", "int4", *overrides) as engine:

@@ -14,6 +14,7 @@ from benchmarks.texts import chunks, evaluation_texts
 from tests import engines
 
 
+@pytest.mark.slow
 def test_kept_integers_are_the_dequantised_model() -> None:
     """`keep` on SmolLM2's Q4_1 file, against transformers' dequantised model."""
     with engines.load("smollm2-gguf", "keep") as engine:
