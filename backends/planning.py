@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from enginewright.recipes.errors import LoweringError
 
 if TYPE_CHECKING:
+    from enginewright.backends.base import Backend
     from enginewright.passes.program import Program
 
-__all__ = ["Planned", "Plans", "StoredWeight", "by_formats"]
+__all__ = ["Planned", "Plans", "StoredWeight", "by_formats", "plan_for"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,38 @@ class Plans(Protocol):
 
     def planned(self, program: Program) -> Planned:
         """What `lower` would write for a program at the backend's stage. No weight's values are read."""
+
+
+def plan_for(backend: Backend | None, program: Program) -> Planned:
+    """What a backend would store of a program at its stage, as exactly as it can say; without one, what the formats take."""
+    if isinstance(backend, Plans):
+        return backend.planned(program)
+    planned = by_formats(program)
+    if backend is not None:
+        planned.refused.extend(_unknown(backend, program))
+    return planned
+
+
+def _unknown(backend: Backend, program: Program) -> list[tuple[str, LoweringError]]:
+    """Every op on tokens that a backend's capabilities do not name."""
+    import torch
+
+    known = backend.capabilities.get("ops")
+    refused: dict[tuple[str, str], LoweringError] = {}
+    for node in program.graph.nodes if known is not None else ():
+        schema = getattr(node.target, "_schema", None)
+        values = node.meta.get("val")
+        several = values if isinstance(values, (list, tuple)) else [values]
+        on_tokens = any(
+            isinstance(size, torch.SymInt) for v in several if isinstance(v, torch.Tensor) for size in v.shape
+        )
+        if node.op == "call_function" and schema is not None and schema.name not in known and on_tokens:
+            module = node.meta.get("module", "")
+            refused[schema.name, module] = LoweringError(
+                f"the {backend.name} backend cannot lower {schema.name}",
+                expected="one of " + ", ".join(sorted(known)),
+            )
+    return [(module, error) for (_, module), error in refused.items()]
 
 
 def by_formats(program: Program) -> Planned:

@@ -110,6 +110,7 @@ def run_plan(context: click.Context, as_json: str | None) -> None:
         asked["model"],
         asked["recipe"],
         backend=asked["backend"] if named else None,
+        target=asked.get("target"),
         overrides=asked["overrides"],
         calibration=asked["calibration"],
         adapter=asked["adapter"],

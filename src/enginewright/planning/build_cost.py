@@ -4,8 +4,8 @@
             + 1.2e-11 · tokens · numbers in linears                                the walk over calibration's tokens
             + 2.3e-10 · Σ outputs · inputs²                                        GPTQ's rounding
             + 2.2e-6 · numbers in linears · grid / 20 · tokens searched / 2,048    AWQ's or SmoothQuant's search
-    peak    = 0.75 GB + the engine's bytes + 13 bytes · numbers in the largest matrix
-            + calibrated: 8 kB · tokens, at most twice `calibration.memory`
+    peak    = 1 GB + the engine's bytes + 13 bytes · numbers in the largest matrix
+            + 14 bytes · width · calibration's tokens, at most 1.5 · calibration.memory
 
 Each line has one or two free numbers, from as many builds. Against those same builds it is within a quarter; for a model of
 another size, or another machine, expect a factor of two. More cores shorten calibration and verification, which this does not
@@ -42,12 +42,12 @@ def cost_of_build(structure: Structure, recipe: Recipe) -> BuildCost:
     seconds = {
         "capture, passes, lowering, verification": 7 + 0.22 * facts.num_layers + 11.3 * facts.parameters / 1e9
     }
-    peak = 0.75e9 + structure.engine_bytes + 13.0 * structure.largest
+    peak = 1e9 + structure.engine_bytes + 13.0 * structure.largest
     notes = []
     if recipe.calibrates:
         tokens = recipe.calibration.samples * min(recipe.calibration.length, facts.max_context)
         seconds[f"calibration's walk over {tokens:,} tokens"] = 1.2e-11 * tokens * linears
-        peak += min(8e3 * tokens, 2 * recipe.calibration.memory * 2**30)
+        peak += min(14.0 * facts.hidden_size * tokens, 1.5 * recipe.calibration.memory * 2**30)
         if recipe.quantise.method == "gptq":
             seconds["GPTQ's rounding"] = 2.3e-10 * structure.squares
         if recipe.smooth.method != "none":

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from enginewright.backends import get_backend
+from enginewright.backends import aim, get_backend
 from enginewright.backends.base import Backend
 from enginewright.backends.requirements import refusals
 from enginewright.calibration import check_calibration
@@ -33,6 +33,7 @@ __all__ = ["Plan", "plan"]
 
 _CONTEXT = 2048  # tokens at which speeds are told, where the engine's context allows it
 _PROMPT = 2048
+_ON_THIS_CPU = ("cpu", "checkpoint")
 
 
 @dataclass
@@ -97,6 +98,7 @@ def plan(
     recipe: str | os.PathLike[str] = "int4",
     *,
     backend: str | None = None,
+    target: str | None = None,
     overrides: Iterable[str] = (),
     calibration: str | os.PathLike[str] | None = None,
     adapter: str | os.PathLike[str] | None = None,
@@ -121,8 +123,9 @@ def plan(
     if calibration is not None:
         resolved = replace(resolved, calibration=replace(resolved.calibration, source=os.fspath(calibration)))
     check_calibration(resolved)
-    target = None if backend is None and named is not None else get_backend(backend or "cpu")
-    resolved, refused = _adapted(resolved, target)
+    nothing = backend is None and target is None and named is not None
+    aimed = None if nothing else aim(get_backend(backend or "cpu"), target)
+    resolved, refused = _adapted(resolved, aimed)
     if named is None:
         with progress.stage("measure") as record:
             named = this_machine(_products(resolved))
@@ -133,13 +136,17 @@ def plan(
     made = Plan(
         source.name,
         resolved,
-        None if target is None else target.name,
+        None if aimed is None else aimed.name,
         named,
         float(memory if memory is not None else named.memory),
         [],
         list(refused),
     )
     limit, made.notes = resolve_context(source.config, resolved.max_context)
+    if device is None and made.backend not in (None, *_ON_THIS_CPU):
+        made.notes.append(
+            "speeds are this machine's processor's; --device NAME plans for what the engine is for"
+        )
     of_model = [Refusal.of(error) for error in _of_model(source)]
     if of_model:
         made.refused += of_model
@@ -147,7 +154,7 @@ def plan(
     with progress.stage("plan") as record:
         try:
             # A backend that cannot hold the formats is not asked what it would write.
-            found = survey(source, resolved, None if refused else target, limit, progress.update)
+            found = survey(source, resolved, None if refused else aimed, limit, progress.update)
         except EnginewrightError as error:
             made.refused.append(Refusal.of(error))
             return made

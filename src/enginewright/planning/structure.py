@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from enginewright.backends.base import Backend
-from enginewright.backends.planning import Plans, by_formats
+from enginewright.backends.planning import plan_for
 from enginewright.passes import dialect
 from enginewright.passes.assignment import assign, kind_of, matrices_of
 from enginewright.passes.capture import capture_model, facts_of
@@ -256,7 +256,7 @@ class _Run:
             self.names = [record.name for record in records if record.name != look.name]
             table = look.table
             table.update({("pass", r.name): r.matches for r in records if r.name != look.name})
-            planned = backend.planned(program) if isinstance(backend, Plans) else by_formats(program)
+            planned = plan_for(backend, program)
             refused += planned.refused
             self.structure.exact = planned.exact
             self.structure.largest = max(self.structure.largest, look.largest)
