@@ -1,15 +1,16 @@
 """What a build would take: a simple model of the few builds that docs/performance.md has measured, on two cores.
 
-    seconds = 7 + 0.22 · layers + 11.3 · parameters / 10^9                         capture, passes, lowering, verification
-            + 1.2e-11 · tokens · numbers in linears                                the walk over calibration's tokens
-            + 2.3e-10 · Σ outputs · inputs²                                        GPTQ's rounding
-            + 2.2e-6 · numbers in linears · grid / 20 · tokens searched / 2,048    AWQ's or SmoothQuant's search
-    peak    = 1 GB + the engine's bytes + 13 bytes · numbers in the largest matrix
-            + 14 bytes · width · calibration's tokens, at most 1.5 · calibration.memory
+    seconds = 7 + 0.22 · layers + 11.3 · parameters / 10^9                    capture, passes, lowering, verification
+            + 1.2e-11 · tokens · numbers in linears                           the walk over calibration's tokens
+            + 2.3e-10 · Σ outputs · inputs²                                   GPTQ's rounding
+            + 2.2e-6 · numbers in linears · grid / 20 · tokens / 2,048        AWQ's or SmoothQuant's search
+    peak    = 1 GB + the engine's bytes + 10 bytes · numbers in the largest matrix
+            + 8 bytes · vocabulary · (329 + the longest window)               logits that verification compares
+            + 14 bytes · width · calibration's tokens                         at most 1.5 · calibration.memory
 
-Each line has one or two free numbers, from as many builds. Against those same builds it is within a quarter; for a model of
-another size, or another machine, expect a factor of two. More cores shorten calibration and verification, which this does not
-know.
+Each line has one or two free numbers, from as many builds. It gives those builds' times back within a twentieth, their peaks
+from right to a quarter too high; for a model of another size, or another machine, expect a factor of two. More cores shorten
+calibration and verification, which this does not know.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from enginewright.planning.structure import Structure
 from enginewright.recipes.recipe import Recipe
 
 __all__ = ["BuildCost", "cost_of_build"]
+
+_VERIFIED = 329  # tokens of all of verification's samples, where no window makes the last one longer
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ def cost_of_build(structure: Structure, recipe: Recipe) -> BuildCost:
     seconds = {
         "capture, passes, lowering, verification": 7 + 0.22 * facts.num_layers + 11.3 * facts.parameters / 1e9
     }
-    peak = 1e9 + structure.engine_bytes + 13.0 * structure.largest
+    window = max((attention.window for attention in structure.attentions), default=0)
+    logits = 8.0 * facts.vocab_size * min(_VERIFIED + window, facts.max_context)
+    peak = 1e9 + structure.engine_bytes + 10.0 * structure.largest + logits
     notes = []
     if recipe.calibrates:
         tokens = recipe.calibration.samples * min(recipe.calibration.length, facts.max_context)
