@@ -48,8 +48,11 @@ class Layers:
         return next((len(kind) for kind in self.kinds if layer in kind), 1)
 
 
-def find_layers(model: Any, patterns: Sequence[str] = ()) -> Layers:
-    """The kinds of a meta model's layers. `patterns` are a recipe's globs over module paths."""
+def find_layers(
+    model: Any, patterns: Sequence[str] = (), told: Callable[[str], Hashable] = lambda name: None
+) -> Layers:
+    """The kinds of a meta model's layers. `patterns` are a recipe's globs over module paths; `told` is what else tells
+    parameters apart, by their names: how a checkpoint holds them."""
     count = int(getattr(model.config, "num_hidden_layers", 0) or 0)
     lists = [
         (path, module)
@@ -59,21 +62,23 @@ def find_layers(model: Any, patterns: Sequence[str] = ()) -> Layers:
     if count < 2 or not lists:
         return Layers()
     path, layers = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    found = [_signature(layer, f"{path}.{i}", patterns) for i, layer in enumerate(layers)]
+    found = [_signature(layer, f"{path}.{i}", patterns, told) for i, layer in enumerate(layers)]
     listed = _listed(model.config, count)
     numbers = {
         key
-        for key in found[0][1]
-        if all(f[1].get(key) is not None and f[1][key] == i for i, f in enumerate(found))
+        for key in set().union(*(values for _, values in found))
+        if all(_is_number(values[key], i) for i, (_, values) in enumerate(found) if key in values)
     }
     kinds: dict[Hashable, list[int]] = {}
     for i, (shape, values) in enumerate(found):
-        told = tuple((key, repr(value)) for key, value in sorted(values.items()) if key not in numbers)
-        kinds.setdefault((shape, told, tuple(repr(items[i]) for items in listed)), []).append(i)
+        plain = tuple((key, repr(value)) for key, value in sorted(values.items()) if key not in numbers)
+        kinds.setdefault((shape, plain, tuple(repr(items[i]) for items in listed)), []).append(i)
     return Layers(path, count, tuple(map(tuple, kinds.values())))
 
 
-def _signature(layer: Any, path: str, patterns: Sequence[str]) -> tuple[Hashable, dict[tuple[str, str], Any]]:
+def _signature(
+    layer: Any, path: str, patterns: Sequence[str], told: Callable[[str], Hashable]
+) -> tuple[Hashable, dict[tuple[str, str], Any]]:
     """What tells a layer apart: its structure, and the plain values that its modules hold, by (module, attribute)."""
     structure: list[Hashable] = []
     values: dict[tuple[str, str], Any] = {}
@@ -81,14 +86,20 @@ def _signature(layer: Any, path: str, patterns: Sequence[str]) -> tuple[Hashable
         tensors = (*module._parameters.items(), *module._buffers.items())
         shapes = tuple((key, None if t is None else (tuple(t.shape), t.dtype)) for key, t in tensors)
         whole = f"{path}.{name}" if name else path
+        stored = tuple(told(f"{whole}.{key}") for key in module._parameters)
         matched = tuple(i for i, pattern in enumerate(patterns) if fnmatchcase(whole, pattern))
-        structure.append((name, type(module).__module__, type(module).__qualname__, shapes, matched))
+        structure.append((name, type(module).__module__, type(module).__qualname__, shapes, stored, matched))
         for key, value in vars(module).items():
             if isinstance(value, _PLAIN) or (
                 isinstance(value, (tuple, list)) and all(isinstance(v, _PLAIN) for v in value)
             ):
                 values[name, key] = value
     return tuple(structure), values
+
+
+def _is_number(value: Any, number: int) -> bool:
+    """Whether a value is this whole number; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value == number
 
 
 def _listed(config: Any, count: int) -> list[Sequence[Any]]:

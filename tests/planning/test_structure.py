@@ -24,6 +24,7 @@ from enginewright.planning.memory import Cache
 from enginewright.planning.structure import survey, uncalibrated
 from enginewright.recipes.formats import kv_token_bytes
 from enginewright.recipes.recipe import load_recipe
+from tests.models import smollm2_gguf
 from tests.passes.architectures import ARCHITECTURES, save
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
@@ -64,6 +65,11 @@ def _equal_to_a_build(arch: str, changes: dict[str, Any], name: str, folder: Pat
     alone = folder / "alone"
     alone.mkdir()
     shutil.copy(model / "config.json", alone)
+    _compare(model, alone, name, folder, *overrides)
+
+
+def _compare(model: Path, alone: Path, name: str, folder: Path, *overrides: str) -> None:
+    """A whole build of a model by a recipe beside what is counted on a few layers of what `alone` holds."""
     backend = get_backend("cpu")
     recipe = uncalibrated(adapt(load_recipe(name, list(overrides)), backend))
 
@@ -95,12 +101,12 @@ def _equal_to_a_build(arch: str, changes: dict[str, Any], name: str, folder: Pat
 
 
 def test_windows_and_full_layers(tmp_path: Path) -> None:
-    changes = {"num_hidden_layers": 4, "layer_types": [_WINDOWED, _WINDOWED, _WINDOWED, _FULL]}
+    changes = {"num_hidden_layers": 4, "layer_types": [_WINDOWED, _FULL, _WINDOWED, _WINDOWED]}
     _equal_to_a_build("gemma3_text", changes, "int4", tmp_path)
 
 
 def test_experts_behind_a_dense_layer(tmp_path: Path) -> None:
-    _equal_to_a_build("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [0]}, "int8", tmp_path)
+    _equal_to_a_build("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [0]}, "int8", tmp_path)
 
 
 @pytest.mark.slow
@@ -116,6 +122,12 @@ def test_overrides_tell_layers_apart(tmp_path: Path) -> None:
     _equal_to_a_build("llama", {"num_hidden_layers": 5}, "int4", tmp_path, override)
 
 
+@pytest.mark.slow
+def test_integers_that_are_kept(tmp_path: Path) -> None:
+    model = smollm2_gguf()
+    _compare(model, model, "keep", tmp_path)
+
+
 def test_kinds_of_layers(tmp_path: Path) -> None:
     def kinds(arch: str, *patterns: str, **changes: Any) -> tuple[tuple[int, ...], ...]:
         return find_layers(build_on_meta(ARCHITECTURES[arch](**changes).config), patterns).kinds
@@ -126,4 +138,7 @@ def test_kinds_of_layers(tmp_path: Path) -> None:
     assert kinds("deepseek_v3", **MIXED["deepseek_v3"]) == ((0, 1), (2, 3, 4))
     assert kinds("qwen3_moe", **MIXED["qwen3_moe"]) == ((0, 3), (1, 2, 4))
     assert kinds("smollm3", **MIXED["smollm3"]) == ((0, 1, 2, 4, 5), (3,))
+    held = {"model.layers.1.mlp.up_proj.weight": "Q4_K", "model.layers.3.mlp.up_proj.weight": "Q4_K"}
+    model = build_on_meta(ARCHITECTURES["llama"](num_hidden_layers=4).config)
+    assert find_layers(model, told=held.get).kinds == ((0, 2), (1, 3))
     assert kinds("gpt2", n_layer=3) == ((0,), (1,), (2,))  # attention is scaled by the layer's number

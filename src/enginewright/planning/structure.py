@@ -11,6 +11,7 @@ which is exact as long as a layer adds the same wherever it stands. Tests hold i
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from enginewright.passes import dialect
 from enginewright.passes.assignment import assign, kind_of, matrices_of
 from enginewright.passes.capture import capture_model, facts_of
 from enginewright.passes.cut_draft import CanDraft
+from enginewright.passes.kept import held
 from enginewright.passes.layer_kinds import Layers, find_layers, keep_only
 from enginewright.passes.manager import Pass, PassResult, Step, run_steps
 from enginewright.passes.matching import argument
@@ -142,7 +144,8 @@ def survey(
     """
     model = build_on_meta(source.config)
     bound = source.bind(model) if _keeps(recipe) else None
-    layers = find_layers(model, [item.match for item in recipe.overrides])
+    held_as = _told({} if bound is None else bound[0])
+    layers = find_layers(model, [item.match for item in recipe.overrides], held_as)
     structure = Structure(facts_of(model, context), layers)
     run = _Run(source, recipe, backend, structure, None if bound is None else bound[0])
     firsts = [kind[0] for kind in layers.kinds]
@@ -165,6 +168,15 @@ def survey(
         structure.notes[:0] = bound[1]
     _fill(structure, total)
     return structure
+
+
+def _told(bound: Mapping[str, Weight]) -> Callable[[str], Hashable]:
+    """How a checkpoint holds the tensor of a name, where its integers are kept."""
+
+    def told(name: str) -> Hashable:
+        return held(bound[name]) if name in bound else None
+
+    return told
 
 
 def _keeps(recipe: Recipe) -> bool:
@@ -265,7 +277,8 @@ class _Run:
                 table["stored", item.kind, role, item.format] += item.bytes
             for attention in _attentions(program):
                 table["attention", attention] += 1
-        return table, [note for note in program.notes if not note.startswith(_COUNTING)]
+        notes = [re.sub(r"^(\w+: )\d+ × ", r"\1", note) for note in program.notes]
+        return table, [note for note in notes if not note.startswith(_COUNTING)]
 
 
 @contextmanager

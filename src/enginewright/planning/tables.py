@@ -92,8 +92,11 @@ def _stored(plan: Plan, found: Structure) -> Table:
     total = max(found.engine_bytes, 1)
     for (_, role, name), stored in sorted(found.stored.items(), key=lambda item: -item[1]):
         matrices, numbers = found.matrices.get((role, name)), found.weights.get((role, name))
+        label = _PLURAL.get(role, role)
+        if role == "head" and numbers is None:  # what is tied was counted where it is looked up
+            label, numbers = "embedding and head, tied", found.weights.get(("embedding", name))
         told.add_row(
-            _PLURAL.get(role, role),
+            label,
             name,
             f"{matrices:,}" if matrices else "",
             f"{numbers / 1e6:,.1f} M" if numbers else "",
