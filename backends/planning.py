@@ -61,9 +61,9 @@ def _unknown(backend: Backend, program: Program) -> list[tuple[str, LoweringErro
     """Every op on tokens that a backend's capabilities do not name."""
     import torch
 
-    known = backend.capabilities.get("ops")
+    known: list[str] = list(backend.capabilities.get("ops", ()))
     refused: dict[tuple[str, str], LoweringError] = {}
-    for node in program.graph.nodes if known is not None else ():
+    for node in program.graph.nodes if known else ():
         schema = getattr(node.target, "_schema", None)
         values = node.meta.get("val")
         several = values if isinstance(values, (list, tuple)) else [values]
