@@ -36,7 +36,16 @@ from enginewright.passes.program import Program, Stage
 from enginewright.passes.weights import ConstantTensor
 from enginewright.recipes.errors import InputError, LoweringError
 
-__all__ = ["CanDraft", "DraftHead", "boundaries", "check_layers", "chosen_rows", "cut_draft", "sum_of"]
+__all__ = [
+    "CanDraft",
+    "DraftHead",
+    "boundaries",
+    "check_layers",
+    "chosen_rows",
+    "cut_draft",
+    "cuts",
+    "sum_of",
+]
 
 _SUMS = (torch.ops.aten.add.Tensor, OPS["add_rms_norm"], OPS["add_layer_norm"])
 
@@ -131,10 +140,10 @@ def boundaries(graph: fx.Graph, layers: int) -> tuple[fx.Node, fx.Node]:
     attentions = [node for node in graph.nodes if is_call(node, OPS["attention"], OPS["paged_attention"])]
     check_layers(layers, len(attentions))
     places = {node: place for place, node in enumerate(graph.nodes)}
-    cuts = [(places[node], node) for node in _cuts(graph, places) if _is_sum(node)]
+    sums = [(places[node], node) for node in cuts(graph) if _is_sum(node)]
 
     def between(start: fx.Node, stop: int, where: str) -> fx.Node:
-        found = [node for place, node in cuts if places[start] < place < stop]
+        found = [node for place, node in sums if places[start] < place < stop]
         if not found:
             raise LoweringError(
                 f"no draft can be cut from this model: {where} no sum stands alone between what is before and after it",
@@ -156,20 +165,21 @@ def boundaries(graph: fx.Graph, layers: int) -> tuple[fx.Node, fx.Node]:
     return early, last
 
 
-def _cuts(graph: fx.Graph, places: Mapping[fx.Node, int]) -> list[fx.Node]:
+def cuts(graph: fx.Graph) -> list[fx.Node]:
     """The nodes through which every path from the tokens to the output leads, in order."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
     fed: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if (node.op == "placeholder" and node.target == "tokens") or any(
             source in fed for source in node.all_input_nodes
         ):
             fed[node] = None
-    cuts, reach = [], 0  # the last place that reads a value from before
+    found, reach = [], 0  # the last place that reads a value from before
     for node in fed:
         if reach <= places[node]:
-            cuts.append(node)
+            found.append(node)
         reach = max([reach, *(places[user] for user in node.users)])
-    return cuts
+    return found
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "ArtifactError",
@@ -59,9 +60,13 @@ class ArtifactError(EnginewrightError):
 
 
 class VerificationError(EnginewrightError):
-    """The engine's answers differ from the source model's by more than the recipe allows."""
+    """The engine's answers differ from the source model's by more than the recipe allows.
+
+    `bisection`: who is at fault, where that was asked for (a verification.bisection.Bisection).
+    """
 
     exit_code = 1
+    bisection: Any = None
 
 
 class RequestError(EnginewrightError):

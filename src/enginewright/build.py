@@ -46,7 +46,10 @@ from enginewright.recipes.recipe import Recipe, load_recipe
 from enginewright.report import TOKENS, check_report, write_report
 from enginewright.runtime.engine import Engine, load
 from enginewright.verification import Verification, text_tokens, verify
+from enginewright.verification.bisection import Bisection
+from enginewright.verification.bisection import bisect as find_culprit
 from enginewright.verification.goldens import Kept, tolerance
+from enginewright.verification.stages import Stages
 from enginewright.verification.structure import verify_structure
 
 _ONE_AT_A_TIME = threading.Lock()  # torch.export patches the whole process while it traces
@@ -93,6 +96,7 @@ def optimize(
     report: str | os.PathLike[str] | None = None,
     force: bool = False,
     allow_unverified: bool = False,
+    bisect: bool = False,
     cache: str | os.PathLike[str] | None = None,
     check_reproducible: bool = False,
     progress: Progress | None = None,
@@ -110,6 +114,9 @@ def optimize(
 
     Raises InputError and its kin for what cannot be used, and VerificationError when the engine's answers leave the recipe's
     limits (then nothing is published, unless `allow_unverified`).
+
+    `bisect` keeps the Program after every pass, and where verification fails it names the pass or op that is at fault: in the
+    error's text, and as its attribute `bisection`.
     """
     started = time.perf_counter()
     progress = progress or Progress()
@@ -140,7 +147,7 @@ def optimize(
     if report is not None:
         check_report(Path(report), resolved)
         ledger = ledger or Ledger()
-    order = _Order(model, adapter, resolved, aimed, dump, report, allow_unverified, progress, ledger)
+    order = _Order(model, adapter, resolved, aimed, dump, report, allow_unverified, bisect, progress, ledger)
 
     def build(to: Path, replacing: bool) -> Artifact:
         return _build(order, to, replacing)[0]
@@ -173,6 +180,7 @@ class _Order:
     dump: str | os.PathLike[str] | None
     report: str | os.PathLike[str] | None
     allow_unverified: bool
+    bisect: bool
     progress: Progress
     ledger: Ledger | None
 
@@ -181,8 +189,8 @@ def _through_cache(
     folder: Path, order: _Order, build: Callable[[Path, bool], Artifact], out: Path, force: bool
 ) -> Artifact:
     """The engine from the cache, or built and kept there."""
-    for name in ("dump", "report"):
-        if getattr(order, name) is not None:
+    for name in ("dump", "report", "bisect"):
+        if getattr(order, name):
             raise InputError(
                 f"--cache and --{name} do not go together",
                 found="an engine from the cache is not built again, so there is nothing to show",
@@ -230,7 +238,8 @@ def _build(order: _Order, out: Path, force: bool) -> tuple[Artifact, list[dict[s
         wanted = steps(
             resolved, samples, progress.update, until=Stage[target.stage], gate=gate, ledger=ledger
         )
-        passes, records = _run_passes(program, wanted, progress, dump)
+        history = [("capture", judge)] if order.bisect else None
+        passes, records = _run_passes(program, wanted, progress, dump, history)
         draft, head_record = _draft(program, resolved, samples, target, progress)
         with progress.stage("lower") as record:
             files = target.lower(
@@ -251,7 +260,8 @@ def _build(order: _Order, out: Path, force: bool) -> tuple[Artifact, list[dict[s
         build = _build_log(passes, program.notes)
         build["graphs"] = {"captured": first_layer(judge), "final": first_layer(program)}
         with progress.stage("verify") as record:
-            verification = _verify(writer, manifest, build, program, judge, resolved, target, progress)
+            stages = Stages(program, target, resolved, manifest)
+            verification = _verify(writer, manifest, build, judge, stages, progress)
             record.detail = f"KL {verification.mean_kl:.3g}, top-1 {verification.top1_agreement:.1%}"
         manifest["verification"] = verification.to_dict()
         layers: list[dict[str, Any]] = []
@@ -263,8 +273,11 @@ def _build(order: _Order, out: Path, force: bool) -> tuple[Artifact, list[dict[s
                 title = f"{source.name}, {resolved.name}: what rounding cost each unit"
                 write_report(Path(report), layers, mixed, title)
                 record.detail = f"{len(layers)} units, {Path(report) / 'layers.csv'}"
+        culprit = None
+        if verification.failures and history is not None:
+            culprit = _bisect(history, stages, writer.path, progress)
         if not order.allow_unverified:
-            verification.raise_if_failed()
+            verification.raise_if_failed(culprit)
         build["seconds"] = {record.name: round(record.seconds, 3) for record in progress.records}
         path = writer.publish(manifest, build)
     return open_engine(path), layers
@@ -353,9 +366,13 @@ def _told(samples: Samples, recipe: Recipe) -> str:
 
 
 def _run_passes(
-    program: Program, order: list[Step], progress: Progress, dump: str | os.PathLike[str] | None
+    program: Program,
+    order: list[Step],
+    progress: Progress,
+    dump: str | os.PathLike[str] | None,
+    history: list[tuple[str, Program]] | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Run the passes; returns their log, and by name what the manifest keeps of each."""
+    """Run the passes; returns their log, and by name what the manifest keeps of each. `history` gets the Program after each."""
     folder = None if dump is None else Path(dump)
     with progress.stage("passes") as record:
         records = run_steps(
@@ -365,6 +382,7 @@ def _run_passes(
             progress=lambda name, index, total: progress.update(
                 f"{name} ({index + 1} of {total})" if name else "done"
             ),
+            check=None if history is None else lambda after, name: history.append((name, after.clone())),
         )
         record.detail = f"{records[0].nodes_before:,} nodes became {records[-1].nodes_after:,}"
     for entry in records:
@@ -433,10 +451,8 @@ def _verify(
     writer: ArtifactWriter,
     manifest: dict[str, Any],
     build: dict[str, Any],
-    program: Program,
     judge: Program,
-    recipe: Recipe,
-    target: Backend,
+    stages: Stages,
     progress: Progress,
 ) -> Verification:
     """Load the unpublished folder, through the runtime where the backend serves, and hold it against the judge.
@@ -447,27 +463,48 @@ def _verify(
         path.relative_to(writer.path).as_posix(): {} for path in writer.path.rglob("*") if path.is_file()
     }
     unpublished = Artifact(writer.path, {**manifest, "files": names})
+    program, recipe, target = stages.final, stages.recipe, stages.target
     limits = {key: value for key, value in asdict(recipe.verify).items() if value is not None}
+    options: dict[str, Any] = {
+        "demand_invariance": target.exact,
+        "stages": stages,
+        "report": progress.update,
+    }
     if not target.serves:
         with target.answers(unpublished) as answers:
-            return verify(answers, judge, limits, demand_invariance=target.exact, report=progress.update)
+            return verify(answers, judge, limits, **options)
     reason = target.runs_here(manifest)
     if reason is not None:
         build["not_run"] = reason
-        return verify_structure(unpublished, program, judge, recipe, target, limits, progress.update)
+        return verify_structure(
+            unpublished, program, judge, recipe, target, limits, progress.update, stages=stages
+        )
     window = max(group["window"] for group in manifest["kv_groups"])
     with load(unpublished, cache_tokens=window + 4096, max_sequences=8) as engine:
         build["isa"] = isa = getattr(engine.executor, "isa", None)  # the figures hold for this kernel variant
         kept = Kept()
-        found = verify(
-            engine,
-            judge,
-            limits,
-            demand_invariance=target.exact,
-            report=progress.update,
-            witness=kept.add,
-        )
+        found = verify(engine, judge, limits, witness=kept.add, **options)
         if math.isfinite(kept.largest):
             identity = {"isa": str(isa), "version": __version__} if target.exact else None
             write_golden(kept.golden(tolerance(recipe), limits, identity), writer.path)
         return found
+
+
+def _bisect(
+    history: list[tuple[str, Program]], stages: Stages, folder: Path, progress: Progress
+) -> Bisection:
+    """Name the culprit of a failed verification; what was compared is shown where there is a console."""
+    with progress.stage("bisect") as record:
+        found = find_culprit(
+            history,
+            stages.target,
+            stages.recipe,
+            stages.manifest,
+            stages.telling_sample(),
+            engine=stages.engine_logits(folder),
+            report=progress.update,
+        )
+        record.detail = found.kind or "nothing left its limit"
+    if progress.console is not None:
+        progress.console.print(found.text(), highlight=False, markup=False, soft_wrap=True)
+    return found

@@ -162,6 +162,11 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     help="Build twice, and publish the engine only if both have the same bytes.",
 )
 @click.option(
+    "--bisect",
+    is_flag=True,
+    help="Where verification fails, name the pass, or the op and module, that is at fault.",
+)
+@click.option(
     "--allow-unverified", is_flag=True, help="Publish the engine even if verification fails; it says so."
 )
 @click.option(
@@ -203,6 +208,7 @@ def optimize(
     force: bool,
     cache: Path | None,
     check_reproducible: bool,
+    bisect: bool,
     allow_unverified: bool,
     html: Path | None,
     planned: bool,
@@ -232,6 +238,7 @@ def optimize(
         report=report,
         force=force,
         allow_unverified=allow_unverified,
+        bisect=bisect,
         cache=cache,
         check_reproducible=check_reproducible,
         progress=Progress(Console(stderr=True)),

@@ -304,6 +304,9 @@ def verification_table(verification: dict[str, Any]) -> Table:
         row("same bits however scheduled", "yes" if verification["invariant"] else "no")
     if verdict == STRUCTURE_ONLY:
         _add_structure(table, verification)
+    for check in verification.get("stages", ()):
+        value = "not finite" if check["value"] is None else format(check["value"], ".3g")
+        table.add_row(f"{check['stage']}: {check['figure']}", value, f"≤ {check['limit']:.3g}")
     for failure in verification["failures"]:
         table.add_row("[red]failed[/red]", failure, "")
     return table

@@ -22,7 +22,7 @@ _FIGURES = (
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was held against what it must be. `group`: files, goldens, figures, positions, schedules, baseline.
+    """One thing that was held against what it must be. `group`: files, goldens, figures, positions, stages, schedules, baseline.
 
     `passed` is None where the check could not be made; `found` then says why.
     """
@@ -108,6 +108,18 @@ def checks_of(verification: Mapping[str, Any]) -> list[Check]:
         same = verification["invariant"]
         found.append(
             Check("schedules", "chunks and company", same, "the same bits" if same else "other bits")
+        )
+    for stage in verification.get("stages", ()):
+        value = "not finite" if stage["value"] is None else format(stage["value"], ".3g")
+        told = f"{value} ({stage['found']})" if stage["found"] else value
+        found.append(
+            Check(
+                "stages",
+                f"{stage['stage']}: {stage['figure']}",
+                stage["passed"],
+                told,
+                f"≤ {stage['limit']:.3g}",
+            )
         )
     for way in verification["schedules"]:
         came = way["found"] or (

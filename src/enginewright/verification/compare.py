@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from enginewright.backends.base import Answers
     from enginewright.passes.program import Program
 
+    from .stages import Stages
+
 __all__ = ["verify"]
 
 Report = Callable[[str], None]
@@ -41,13 +43,15 @@ def verify(
     *,
     demand_invariance: bool,
     level: str = "quick",
+    stages: Stages | None = None,
     report: Report = lambda line: None,
     witness: Witness | None = None,
 ) -> Verification:
     """Run `engine` and `judge` on the same samples and compare.
 
     `limits` holds any of `max_logit_error` (relative to the largest reference logit), `max_kl`, `min_top1`,
-    `max_perplexity_ratio`. `level`: "quick", or "full" with longer samples. Nothing is raised for a figure out of bounds: see
+    `max_perplexity_ratio`. `level`: "quick", or "full" with longer samples. `stages`, where what lies
+    between model and engine is at hand, judges it as well. Nothing is raised for a figure out of bounds: see
     `Verification.raise_if_failed`. An `Engine`'s own loop cannot be used afterwards.
     """
     windows = [group["window"] for group in engine.artifact.manifest["kv_groups"]]
@@ -55,6 +59,8 @@ def verify(
     encode = engine.tokenizer.encode if engine.tokenizer is not None else None
     samples = sample_tokens(encode, engine.vocab_size, engine.max_context, window, level)
     figures = Figures()
+    if stages is not None:
+        stages.begin(samples)
     invariant = True if demand_invariance else None
     for index, (tokens, logits) in enumerate(zip(samples, engine.logits(samples), strict=True)):
         report(f"sample {index + 1} of {len(samples)}, {len(tokens)} tokens")
@@ -66,6 +72,8 @@ def verify(
             figures.add(tokens, reference, logits)
         if witness is not None:
             witness(tokens, reference, logits)
+        if stages is not None:
+            stages.add(reference, logits)
     schedules = []
     if demand_invariance and isinstance(engine, Engine) and all(figures.finite.values()):
         stream = text_tokens(encode, engine.vocab_size, _SERVED_TOKENS)
@@ -78,6 +86,7 @@ def verify(
         schedules=schedules,
         windows=windows,
         crosses_window=max(map(len, samples)) > window if window else None,
+        stages=[] if stages is None else stages.checks(report),
     )
 
 

@@ -17,13 +17,17 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from enginewright.recipes.errors import VerificationError
 from enginewright.runtime.first_load import STRUCTURE_ONLY
+
+if TYPE_CHECKING:
+    from .bisection import Bisection
+    from .stages import StageCheck
 
 __all__ = ["Band", "Figures", "Verification", "band_edges"]
 
@@ -80,6 +84,7 @@ class Verification:
     schedules: list[dict[str, Any]] = field(default_factory=list)
     golden: dict[str, Any] | None = None
     interpreted: dict[str, Any] | None = None
+    stages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -100,16 +105,27 @@ class Verification:
         """The same figures, as those of the Program alone."""
         return replace(self, golden=golden, interpreted=interpreted, failures=[*self.failures, *failures])
 
-    def raise_if_failed(self) -> None:
-        """Raise VerificationError naming each figure that left its limit."""
+    def _action(self) -> str:
+        """What a reader can do: a stage that failed is no matter of bits."""
+        if all(check["passed"] for check in self.stages):
+            return (
+                "use a recipe with more bits, loosen a limit with --set verify.…, look at the engine with --allow-unverified, or "
+                "run again with --bisect"
+            )
+        return "run again with --bisect, which names the pass or op, and report the model: rounding alone cannot explain it"
+
+    def raise_if_failed(self, culprit: Bisection | None = None) -> None:
+        """Raise VerificationError naming each figure that left its limit, and the culprit where one was looked for."""
         if self.failures:
-            raise VerificationError(
-                "verification failed: " + "; ".join(self.failures),
+            told = "" if culprit is None else f"\n{culprit.verdict()}"
+            error = VerificationError(
+                "verification failed: " + "; ".join(self.failures) + told,
                 found=f"KL {self.mean_kl:.4g}, top-1 {self.top1_agreement:.2%}, perplexity ratio {self.perplexity_ratio:.4f}",
                 expected=", ".join(f"{name} {value:g}" for name, value in self.limits.items()),
-                action="use a recipe with more bits, loosen a limit with --set verify.…, or look at the engine with "
-                "--allow-unverified",
+                action=self._action() if culprit is None else None,
             )
+            error.bisection = culprit
+            raise error
 
 
 def _finite(value: Any) -> Any:
@@ -198,6 +214,7 @@ class Figures:
         schedules: Sequence[dict[str, Any]] = (),
         windows: Sequence[int] = (),
         crosses_window: bool | None = None,
+        stages: Sequence[StageCheck] = (),
     ) -> Verification:
         """Close the account and hold it against the limits."""
         kl = np.maximum(np.concatenate(self.kl), 0.0)
@@ -226,6 +243,7 @@ class Figures:
         failures += [
             f"answers change with {way['name']}: {way['found']}" for way in schedules if not way["same"]
         ]
+        failures += [check.failure() for check in stages if not check.passed]
         return Verification(
             samples=samples,
             tokens=len(kl),
@@ -245,6 +263,7 @@ class Figures:
             failures=failures,
             bands=[asdict(band) for band in bands],
             schedules=list(schedules),
+            stages=[check.to_dict() for check in stages],
         )
 
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from enginewright.passes.program import Program
     from enginewright.recipes.recipe import Recipe
 
+    from .stages import Stages
+
 __all__ = ["verify_structure"]
 
 Floats = npt.NDArray[np.float32]
@@ -47,6 +49,7 @@ def verify_structure(
     target: Backend,
     limits: dict[str, float],
     report: Report,
+    stages: Stages | None = None,
 ) -> Verification:
     """Hold the final `program` to `judge`, and what `target` wrote to the program; write golden.json beside it."""
     allowed = tolerance(recipe)
@@ -54,7 +57,9 @@ def verify_structure(
     page_size = recipe.kv_cache.page_size
     reference = ReferenceExecutor(program, page_size=page_size)
     with _engine(artifact, reference) as engine:
-        verification = verify(engine, judge, limits, demand_invariance=False, report=report, witness=kept.add)
+        verification = verify(
+            engine, judge, limits, demand_invariance=False, report=report, witness=kept.add, stages=stages
+        )
     golden = kept.golden(allowed, limits)
     write_golden(golden, artifact.path)
     report("what was lowered, interpreted")

@@ -1,0 +1,145 @@
+"""Pieces of a final Program on its backend, each from exact inputs: what it computes, with no rounding before to hide in.
+
+Two runs of one quantised model drift apart: where the order of a sum tips a value to another code, everything after it rounds
+anew, and after a few layers they differ by about what the rounding itself costs. A piece that starts from the Program's own
+values (passes/cut_out.py) has no such past. One unit of each kind is enough to see a fault of a kernel, of its packing, of the
+cache; `bisect.py` looks at all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, fx
+
+from enginewright.backends.artifact import Artifact
+from enginewright.backends.base import StepInput
+from enginewright.passes.cut_out import Unit, cut_out, signature, units
+from enginewright.passes.program import Program
+
+from .figures import band_edges
+from .running import run_watched
+
+if TYPE_CHECKING:
+    from enginewright.backends.base import Backend, Executor
+    from enginewright.recipes.recipe import Recipe
+
+__all__ = ["LARGEST", "MEDIAN", "Compared", "Pieces", "one_of_each_kind"]
+
+MEDIAN = 1e-5  # of the rows of a unit; at most 4e-7 in any unit of a good engine
+LARGEST = 0.05  # of a row that a tie has tipped
+
+Floats = npt.NDArray[np.float32]
+
+_CHUNKS = (37, 1, 24, 1)  # tokens of the steps, in turn
+_ROWS = 96  # whose results are compared where they are wide
+_WIDE = 1 << 23  # numbers of a result that are compared at most
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How a piece's result differs, as a share of its largest value.
+
+    `median`: of the rows' largest differences, in the band of positions [first, last) where that is largest; `largest`: of all.
+    """
+
+    unit: Unit
+    median: float
+    largest: float
+    first: int
+    last: int
+
+
+def one_of_each_kind(program: Program) -> list[Unit]:
+    """The first unit of each kind that a backend may treat differently."""
+    found: dict[Any, Unit] = {}
+    for unit in units(program):
+        found.setdefault(signature(unit), unit)
+    return list(found.values())
+
+
+class Pieces:
+    """Compares pieces of `program` as a backend computes them with the Program itself.
+
+    `manifest` is the engine's, without its files. `windows` are those of the KV groups.
+    """
+
+    def __init__(
+        self, program: Program, target: Backend, recipe: Recipe, manifest: Mapping[str, Any]
+    ) -> None:
+        self.program, self.target, self.recipe, self.manifest = program, target, recipe, manifest
+        self.windows = [group.window for group in program.facts.kv_groups]
+
+    def compare(self, unit: Unit, values: Mapping[fx.Node, Tensor], tokens: Sequence[int]) -> Compared:
+        """One unit, from the values [rows, …] of its inputs; `tokens` are those of the rows."""
+        given = {
+            node: value for node, value in values.items() if node in unit.inputs and node.op != "placeholder"
+        }
+        count = len(next(iter(given.values()))) if given else len(tokens)
+        ids = list(range(count)) if given else list(tokens)
+        cut = cut_out(self.program, unit.outputs, given, max(ids) + 1)
+        found, wanted, rows = self.run(cut, ids)
+        if unit.op == "aten::topk":  # which come first among equals, or unsorted, is nobody's promise
+            found, wanted = np.sort(found, -1), np.sort(wanted, -1)
+        return Compared(unit, *self._difference(found, wanted, rows))
+
+    def run(self, cut: Program, ids: Sequence[int]) -> tuple[Floats, Floats, list[int]]:
+        """A final Program's result [rows, features] of one sequence, by the backend and by itself, and which rows those are."""
+        most = max(1, min(len(ids), _WIDE // cut.facts.vocab_size)) if cut.facts.vocab_size else 1
+        rows = sorted({round(i) for i in np.linspace(0, len(ids) - 1, most)})
+        wanted = run_watched(cut, [ids], [rows])[0].numpy()
+        with tempfile.TemporaryDirectory(prefix="enginewright-") as folder:
+            self.target.lower(cut, self.recipe, Path(folder))
+            model = {**self.manifest["model"], "vocab_size": cut.facts.vocab_size}
+            files: dict[str, dict[str, Any]] = {
+                path.relative_to(folder).as_posix(): {} for path in Path(folder).rglob("*") if path.is_file()
+            }
+            made = Artifact(Path(folder), {**self.manifest, "model": model, "files": files})
+            executor = self.target.load(made, max_tokens=64)
+            try:
+                found = _in_chunks(executor, ids, rows)
+            finally:
+                executor.close()
+        return found, wanted, rows
+
+    def _difference(
+        self, found: Floats, wanted: Floats, rows: Sequence[int]
+    ) -> tuple[float, float, int, int]:
+        finite = wanted[np.isfinite(wanted)]
+        top = max(float(np.abs(finite).max()) if finite.size else 0.0, 1e-30)
+        with np.errstate(invalid="ignore"):
+            error = np.where(found == wanted, 0.0, np.abs(found.astype(np.float64) - wanted)).max(-1) / top
+        error = np.where(np.isfinite(error), error, np.inf)
+        places, worst = np.asarray(rows), (-1.0, 0, 0)
+        edges = band_edges(int(places.max()) + 1, self.windows)
+        for first, last in itertools.pairwise(edges):
+            inside = error[(places >= first) & (places < last)]
+            if len(inside):
+                worst = max(worst, (float(np.median(inside)), first, last))
+        return worst[0], float(error.max()), worst[1], worst[2]
+
+
+def _in_chunks(executor: Executor, ids: Sequence[int], rows: Iterable[int]) -> Floats:
+    """Results [rows, features] of one sequence, a few tokens a step, its pages in no order."""
+    groups = list(executor.kv_groups)
+    counts = [-(-len(ids) // group.page_size) for group in groups]
+    executor.create_pool([count + 1 for count in counts])
+    table = np.full((len(groups), 1, max(counts, default=1)), -1, np.int32)
+    for index, count in enumerate(counts):
+        table[index, 0, :count] = np.random.default_rng(index).permutation(count + 1)[:count]
+    wanted, found, start, turn = set(rows), [], 0, 0
+    while start < len(ids):
+        stop = min(start + _CHUNKS[turn % len(_CHUNKS)], len(ids))
+        here = [row - start for row in range(start, stop) if row in wanted]
+        arrays = (ids[start:stop], range(start, stop), (0, stop - start), (stop,))
+        step = [np.array(list(values), np.int32) for values in arrays]
+        found.append(executor.step(StepInput(*step, table, np.array(here, np.int32))))
+        start, turn = stop, turn + 1
+    return np.concatenate(found)
