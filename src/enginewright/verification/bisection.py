@@ -43,6 +43,7 @@ __all__ = ["Bisection", "Finding", "bisect"]
 
 Report = Callable[[str], None]
 _SHOWN = 8  # nodes that a report names
+_ROWS = 32  # of a value, where the program is run from its tokens on
 
 History = Sequence[tuple[str, Program]]
 """(name of a pass, the Program after it), from ("capture", the captured model) on."""
@@ -155,6 +156,7 @@ class _Bisecting:
         self.result = Bisection(sample=len(sample))
         self.judged = judge_logits(history[0][1], sample)
         self.top = max(float(np.abs(self.judged).max()), 1e-30)
+        self.few = sorted({round(i) for i in np.linspace(0, len(sample) - 1, min(_ROWS, len(sample)))})
 
     def note(self, step: str, name: str, error: float, limit: float) -> bool:
         """Keep a comparison; returns whether it is within its limit."""
@@ -306,50 +308,49 @@ class _Bisecting:
     def prefixes(self) -> None:
         if not self._serves:
             return
-        places = [node for node in cuts(self.final.graph) if node.op == "call_function"]
-        sums = [node for node in places if isinstance(node.meta.get("val"), Tensor)]
-        low, high = -1, len(sums)  # what agrees, and what does not: the logits, if anything
-        self._exact = self._twin_values(sums)
-        if not sums or self._prefix_agrees(sums[-1]):
+        everything = {unit.node: unit for unit in units(self.final)}
+        sums = [node for node in cuts(self.final.graph) if node in everything]
+        if not sums:
             return
-        high = len(sums) - 1
+        self._exact = self._twin_values([node for unit in everything.values() for node in unit.outputs])
+        if self._prefix_agrees(everything[sums[-1]]):
+            return
+        low, high = -1, len(sums) - 1  # what agrees, and what does not
         while high - low > 1:
             middle = (low + high) // 2
-            if self._prefix_agrees(sums[middle]):
+            if self._prefix_agrees(everything[sums[middle]]):
                 low = middle
             else:
                 high = middle
-        start = sums[low] if low >= 0 else None
-        between = (
-            f"between {named(start)} and {named(sums[high])}"
-            if start is not None
-            else f"before {named(sums[high])}"
+        inside = list(everything)[list(everything).index(sums[low]) + 1 if low >= 0 else 0 :]
+        first = next(
+            node for node in inside if node is sums[high] or not self._prefix_agrees(everything[node])
         )
-        self.blame("prefix", named(sums[high]), [NodeFound.of(sums[high], f"the fault lies {between}")])
+        agreed = f"after {named(sums[low])}, which agrees" if low >= 0 else "before any that agrees"
+        self.blame("prefix", named(first), [NodeFound.of(first, f"the first op that differs {agreed}")])
 
     def _twin_values(self, nodes: Sequence[fx.Node]) -> dict[str, Tensor]:
-        """Values of the Program with its rounding taken out, by name."""
+        """Values of the Program with its rounding taken out, by name, at a few rows."""
         wanted, values = {node.name for node in nodes}, {}
 
         def after(node: fx.Node, value: Any) -> None:
             if (name := node.meta.get("name", node.name)) in wanted and isinstance(value, Tensor):
-                values[name] = value.clone()
+                values[name] = value.float().flatten(1)[self.few].clone()
 
         run_watched(unrounded(self.final), [self.sample], after=after)
         return values
 
-    def _prefix_agrees(self, node: fx.Node) -> bool:
-        self.report(f"to {named(node)}")
-        cut = cut_out(self.final, [node], {}, max(self.sample) + 1)
-        found, wanted, rows = self.pieces.run(cut, self.sample)
+    def _prefix_agrees(self, unit: Unit) -> bool:
+        self.report(f"to {named(unit.node)}")
+        cut = cut_out(self.final, unit.outputs, {}, max(self.sample) + 1)
+        found, wanted, _ = self.pieces.run(cut, self.sample, self.few)
         top = max(float(np.abs(wanted).max()), 1e-30)
         error = np.nan_to_num(np.abs(found - wanted), nan=np.inf).max(-1) / top
-        exact = self._exact[node.name].flatten(1).numpy()[rows]
+        exact = np.concatenate([self._exact[node.name].numpy() for node in unit.outputs], -1)
         cost = np.abs(wanted[:, : exact.shape[1]] - exact).max(-1) / top
         limit = max(1e-4, 2 * float(np.median(cost)))
-        return self.note(
-            "the program from its tokens on, on the backend", named(node), float(np.median(error)), limit
-        )
+        step = "the program from its tokens on, on the backend"
+        return self.note(step, named(unit.node), float(np.median(error)), limit)
 
     # 5. The engine.
 
@@ -357,11 +358,24 @@ class _Bisecting:
         if self.engine is None:
             return
         self.report("the engine")
-        own = run_watched(self.final, [self.sample])[0].numpy()
-        error = np.nan_to_num(np.abs(self.engine(self.sample) - own), nan=np.inf).max(-1) / self.top
-        cost = np.abs(own - self.judged).max(-1) / self.top
-        limit = max(1e-4, 2 * float(np.median(cost)))
-        if not self.note("the engine through the runtime", "logits", float(np.median(error)), limit):
+        served = self.engine(self.sample)
+        step = "the engine through the runtime"
+        if self.target.exact and self._serves:  # what is lowered again must give the same bits
+            output = self.final.graph.output_node().all_input_nodes[0]
+            found, _, rows = self.pieces.run(
+                cut_out(self.final, [output], {}, max(self.sample) + 1), self.sample
+            )
+            error = np.nan_to_num(np.abs(served[rows] - found), nan=np.inf)
+            good = self.note(
+                step, "logits, and those of the program lowered again", float(error.max()) / self.top, 0.0
+            )
+        else:
+            own = run_watched(self.final, [self.sample])[0].numpy()
+            error = np.nan_to_num(np.abs(served - own), nan=np.inf).max(-1) / self.top
+            cost = np.abs(own - self.judged).max(-1) / self.top
+            limit = max(1e-4, 2 * float(np.median(cost)))
+            good = self.note(step, "logits, and those of the program", float(np.median(error)), limit)
+        if not good:
             self.blame("engine", "the engine")
 
 

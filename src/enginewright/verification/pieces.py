@@ -90,10 +90,12 @@ class Pieces:
             found, wanted = np.sort(found, -1), np.sort(wanted, -1)
         return Compared(unit, *self._difference(found, wanted, rows))
 
-    def run(self, cut: Program, ids: Sequence[int]) -> tuple[Floats, Floats, list[int]]:
+    def run(
+        self, cut: Program, ids: Sequence[int], rows: Sequence[int] | None = None
+    ) -> tuple[Floats, Floats, Sequence[int]]:
         """A final Program's result [rows, features] of one sequence, by the backend and by itself, and which rows those are."""
-        most = max(1, min(len(ids), _WIDE // cut.facts.vocab_size)) if cut.facts.vocab_size else 1
-        rows = sorted({round(i) for i in np.linspace(0, len(ids) - 1, most)})
+        most = max(1, min(len(ids), _WIDE // cut.facts.vocab_size))
+        rows = rows or sorted({round(i) for i in np.linspace(0, len(ids) - 1, most)})
         wanted = run_watched(cut, [ids], [rows])[0].numpy()
         with tempfile.TemporaryDirectory(prefix="enginewright-") as folder:
             self.target.lower(cut, self.recipe, Path(folder))

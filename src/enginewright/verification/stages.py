@@ -141,7 +141,8 @@ class Stages:
         }
 
         def logits(tokens: Sequence[int]) -> Array:
-            made = Artifact(folder, {**self.manifest, "files": names})
+            manifest = {key: value for key, value in self.manifest.items() if key != "verification"}
+            made = Artifact(folder, {**manifest, "files": names})
             with load(made, cache_tokens=len(tokens) + 64, max_sequences=1) as engine:
                 return engine.logits([list(tokens)])[0]
 
