@@ -120,7 +120,8 @@ def _sources(node: fx.Node, tokens: set[fx.Node]) -> tuple[fx.Node, ...]:
 
 def signature(unit: Unit) -> tuple[Any, ...]:
     """Equal for units that a backend treats alike: ops, attributes, shapes of inputs and weights."""
-    inside, todo, described = set(unit.inputs), [unit.node], []
+    inside, todo = set(unit.inputs), [unit.node]
+    described: list[tuple[Any, ...]] = []
     while todo:
         node = todo.pop(0)
         value = node.meta.get("val")
@@ -135,6 +136,8 @@ def signature(unit: Unit) -> tuple[Any, ...]:
         if is_call(node, OPS["paged_attention"]):
             window, form = argument(node, "window"), argument(node, "kv_format")
             plain = [repr((argument(node, "scale"), window, argument(node, "softcap"), form))]
+        elif is_call(node, OPS["quantised_linear"]):  # whatever a static scale is
+            plain = [argument(node, "weight_format"), argument(node, "activation_format")]
         described.append((op_of(node), *plain))
         todo += node.all_input_nodes
     return tuple(described)
@@ -167,7 +170,7 @@ def cut_out(
         if node in values:
             known[node] = _feed(cut, node, values[node], ids)
         elif node in needed and is_call(node, OPS["select_rows"]):
-            known[node] = known[node.args[0]]  # type: ignore[index]
+            known[node] = known[node.all_input_nodes[0]]
         elif node in needed and node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
             known[node] = cut.call(node.target, args, kwargs, module=node.meta.get("module", ""))
