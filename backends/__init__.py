@@ -18,6 +18,7 @@ BACKENDS = {
     "cpu": "enginewright.backends.cpu",
     "checkpoint": "enginewright.backends.checkpoint",
     "tensorrt": "enginewright.backends.tensorrt",
+    "onnx": "enginewright.backends.onnx",
 }
 
 

@@ -1,0 +1,72 @@
+"""The onnx backend: one ONNX model of standard operators, served by ONNX Runtime.
+
+`lower` (which needs torch and onnx) and the executor (which needs numpy and onnxruntime) are imported only when used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from enginewright.backends.artifact import Artifact
+    from enginewright.backends.base import Backend, LowerProgress
+    from enginewright.backends.onnx.executor import OnnxExecutor
+    from enginewright.passes.program import Program
+    from enginewright.passes.source import ModelSource
+    from enginewright.recipes.recipe import Recipe
+
+__all__ = ["BACKEND", "OnnxBackend"]
+
+
+class OnnxBackend:
+    """See `enginewright.backends.base.Backend`."""
+
+    name = "onnx"
+    target = "onnxruntime"
+    exact = False
+    stage = "FINAL"
+    serves = True
+    drafts = False
+
+    @property
+    def capabilities(self) -> Mapping[str, Any]:
+        from enginewright.backends.onnx.installed import require_onnx
+
+        require_onnx()
+        from enginewright.backends.onnx.lower import capabilities
+
+        return capabilities()
+
+    def gate(self, recipe: Recipe, source: ModelSource) -> None:
+        return None
+
+    def lower(
+        self,
+        program: Program,
+        recipe: Recipe,
+        directory: Path,
+        progress: LowerProgress | None = None,
+        source: ModelSource | None = None,
+        draft: Program | None = None,
+    ) -> list[str]:
+        from enginewright.backends.onnx.lower import lower
+
+        return lower(program, recipe, directory, progress)
+
+    def load(self, engine: Artifact, **options: Any) -> OnnxExecutor:
+        """Options: threads (None: one a core), weights ("mmap"), max_tokens, max_rows, provider (cpu, cuda, tensorrt-rtx)."""
+        engine.require(self.name, [self.target])
+        from enginewright.backends.onnx.installed import require_onnxruntime
+
+        require_onnxruntime()
+        from enginewright.backends.onnx.executor import OnnxExecutor
+
+        return OnnxExecutor(engine.file("model.onnx"), **options)
+
+    def answers(self, engine: Artifact) -> NoReturn:
+        raise NotImplementedError("the onnx backend answers through its executor")
+
+
+BACKEND: Backend = OnnxBackend()
