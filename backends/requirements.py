@@ -31,14 +31,14 @@ def refusals(recipe: Recipe, backend: Backend) -> tuple[Recipe, list[InputError]
     able = backend.capabilities
     refused: list[InputError] = []
 
-    def require(key: str, found: str, allowed: str) -> bool:
+    def require(key: str, found: str | int, allowed: str) -> bool:
         if allowed not in able or found in able[allowed]:
             return True
         refused.append(
             InputError(
                 f"the {backend.name} backend does not hold {found}",
                 found=f"{key}: {found}",
-                expected="one of " + ", ".join(able[allowed]),
+                expected="one of " + ", ".join(map(str, able[allowed])),
                 action=f"set {key} to one of them, choose another recipe, or build with another --backend",
             )
         )
@@ -49,6 +49,7 @@ def refusals(recipe: Recipe, backend: Backend) -> tuple[Recipe, list[InputError]
     elif "compute" in able:
         recipe = replace(recipe, compute=able["compute"][0])
     require("kv_cache.format", recipe.kv_cache.format, "kv_formats")
+    require("kv_cache.page_size", recipe.kv_cache.page_size, "page_sizes")
     require(
         "embedding.weight", recipe.embedding.weight, "weight_formats"
     ) if recipe.embedding.weight != KEEP else None

@@ -6,7 +6,8 @@ Rules
    `value_pool_<group>_<layer>`. All are new inputs of the graph.
 2. Layers with the same window form one KV group and share a page table; groups are numbered by their first layer, and
    `facts.kv_groups` says what each layer stores a token.
-3. A layer's keys and values are stored in `layer_formats[i]` where that names layer i of the model (the attention's
+3. A page holds `page_size` tokens; with 0, as many as the maximum context: one page a sequence.
+4. A layer's keys and values are stored in `layer_formats[i]` where that names layer i of the model (the attention's
    `layer`), else in `kv_format`.
 """
 
@@ -59,7 +60,7 @@ class InsertPagedKv:
             formats: Mapping[int, str] = self.options["layer_formats"]
             stored = _stored(node, formats.get(argument(node, "layer"), self.options["kv_format"]))
             groups[group].layers.append(stored)
-            page = [pages, self.options["page_size"], stored.kv_heads]
+            page = [pages, self.options["page_size"] or program.facts.max_context, stored.kv_heads]
             pools = [
                 add_input(program, f"{kind}_pool_{group}_{layer}", [*page, width], torch.float32)
                 for kind, width in (("key", stored.key_dim), ("value", stored.value_dim))

@@ -56,12 +56,17 @@ class Embedding:
 
 @dataclass(frozen=True)
 class KvCache:
-    """How keys and values are stored. `max_error` (with int8): a layer whose attention output would change by more than this
+    """How keys and values are stored. page_size: tokens of a page; 0: one page a sequence, as long as the maximum context, for
+    a backend whose caches are linear. `max_error` (with int8): a layer whose attention output would change by more than this
     share keeps bf16; measured by calibration, null keeps int8 everywhere."""
 
     format: str = field(metadata=by(values.one_of(*KV_FORMATS)))
-    page_size: int = field(default=16, metadata=by(values.one_of(16, 32)))
+    page_size: int = field(default=16, metadata=by(values.one_of(0, 16, 32)))
     max_error: float | None = field(default=None, metadata=by(values.number(0, 1, optional=True)))
+
+    def tokens_a_page(self, max_context: int) -> int:
+        """The page size of an engine whose sequences have at most `max_context` tokens."""
+        return self.page_size or max_context
 
 
 @dataclass(frozen=True)

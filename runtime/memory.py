@@ -52,11 +52,19 @@ def plan_pages(
         wanted = low
         needed = page_bytes(groups, _pages(groups, wanted, max_sequences, chunk))
         if needed > limit_bytes:
+            whole = max(group.page_size for group in groups)
+            long = whole >= max_context
+            told = (
+                f" for one sequence of {whole:,} tokens: the engine has one page a sequence" if long else ""
+            )
+            other = (
+                "a smaller max_context or kv_cache.page_size=16" if long else "kv_cache.format=bf16 or int8"
+            )
             raise InputError(
                 "the key/value cache has room for nothing",
                 found=f"{limit_bytes:,} bytes",
-                expected=f"at least {needed:,} bytes",
-                action=f"give the cache more memory ({option}), or build with kv_cache.format=bf16 or int8",
+                expected=f"at least {needed:,} bytes{told}",
+                action=f"give the cache more memory ({option}), or build with {other}",
             )
     return _pages(groups, wanted, max_sequences, chunk)
 

@@ -55,6 +55,21 @@ class OnnxBackend:
 
         return lower(program, recipe, directory, progress)
 
+    def runs_here(self, manifest: Mapping[str, Any]) -> None:
+        return None
+
+    def rehearse(self, program: Program, recipe: Recipe, engine: Artifact) -> None:
+        return None
+
+    def sections(self) -> Mapping[str, Any]:
+        import onnx
+
+        from enginewright.backends.onnx.graph import IR_VERSION, OPSET
+
+        return {
+            "onnx": {"flavour": "plain", "opset": OPSET, "ir_version": IR_VERSION, "onnx": onnx.__version__}
+        }
+
     def load(self, engine: Artifact, **options: Any) -> OnnxExecutor:
         """Options: threads (None: one a core), weights ("mmap"), max_tokens, max_rows, provider (cpu, cuda, tensorrt-rtx)."""
         engine.require(self.name, [self.target])

@@ -75,7 +75,7 @@ def lower(
             {
                 "window": group.window,
                 "format": recipe.kv_cache.format,
-                "page_size": recipe.kv_cache.page_size or program.facts.max_context,
+                "page_size": recipe.kv_cache.tokens_a_page(program.facts.max_context),
                 "sinks": index in sinks,
                 "layers": [
                     {

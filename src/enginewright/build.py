@@ -404,7 +404,8 @@ def _manifest(program: Program, source: ModelSource, recipe: Recipe, backend: Ba
     facts = asdict(program.facts)
     groups = facts.pop("kv_groups")
     for group in groups:
-        group.update(format=recipe.kv_cache.format, page_size=recipe.kv_cache.page_size)
+        page_size = recipe.kv_cache.tokens_a_page(program.facts.max_context)
+        group.update(format=recipe.kv_cache.format, page_size=page_size)
     resolved = recipe.resolved()
     resolved["calibration"]["source"] = Path(recipe.calibration.source).name  # no path of this machine
     model = {**facts, "source": source.name}

@@ -221,7 +221,8 @@ def _complete(made: Plan, found: Structure) -> None:
             found.stored["matrix", "draft", "bf16"] = 2 * width * width + 4 * width
     made.notes += found.notes
     kv_format = recipe.kv_cache.format
-    made.cache = Cache.of(found.attentions, kv_format, recipe.kv_cache.page_size)
+    page_size = recipe.kv_cache.tokens_a_page(found.facts.max_context)
+    made.cache = Cache.of(found.attentions, kv_format, page_size)
     scores = "f32" if kv_format == "f32" else "f16" if kv_format == "f16" else "bf16"
     made.work = work_of(found, made.cache, scores, made.roles)
     made.build = cost_of_build(found, recipe)

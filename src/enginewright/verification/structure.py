@@ -54,7 +54,7 @@ def verify_structure(
     """Hold the final `program` to `judge`, and what `target` wrote to the program; write golden.json beside it."""
     allowed = tolerance(recipe)
     kept = Kept()
-    page_size = recipe.kv_cache.page_size
+    page_size = recipe.kv_cache.tokens_a_page(program.facts.max_context)
     reference = ReferenceExecutor(program, page_size=page_size)
     with _engine(artifact, reference) as engine:
         verification = verify(
