@@ -108,21 +108,34 @@ def _tensorrt(program: Program, recipe: Recipe, rounding: bool = True) -> Execut
     )
 
 
+def _onnx(program: Program, recipe: Recipe) -> Executor:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    from enginewright.backends.onnx.executor import OnnxExecutor
+    from enginewright.backends.onnx.lower import MODEL_FILE, lower
+
+    with tempfile.TemporaryDirectory() as directory:  # mapped files stay when their names have gone
+        lower(program, recipe, Path(directory))
+        return OnnxExecutor(Path(directory) / MODEL_FILE, threads=1, max_tokens=128)
+
+
 BACKENDS: dict[str, Callable[[Program, Recipe], Executor]] = {
     "reference": _reference,
     "cpu": _cpu,
+    "onnx": _onnx,
     "tensorrt": _tensorrt,
     "tensorrt-exact": functools.partial(_tensorrt, rounding=False),
 }
 
 _MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
-#: Every architecture with all in one step. For the reference and the cpu it is a proof: test_architectures.py has them every day.
+#: Every architecture with all in one step. For reference, cpu and onnx it is a proof: files of their own have them every day.
 EVERY = [
     case
     for arch in ARCHITECTURES
     for case in (
         pytest.param(Case("reference", arch, "fp32", bound=1e-4), marks=pytest.mark.slow),
         pytest.param(Case("cpu", arch, "fp32", bound=1e-4), marks=pytest.mark.slow),
+        pytest.param(Case("onnx", arch, "fp32", bound=1e-4), marks=pytest.mark.slow),
         Case("tensorrt-exact", arch, bound=1e-5),
         Case("tensorrt", arch, tips=0.05 if arch in _MIXTURES else 0.0),
     )
@@ -139,6 +152,8 @@ SOME = [
         Case("reference", arch, "fp32", bound=1e-4),
         Case("reference", arch, "int4", _WIDE, bound=1e-4),
         Case("cpu", arch, "fp32", bound=1e-4),
+        Case("onnx", arch, "fp32", bound=1e-4),
+        Case("onnx", arch, "int4", _WIDE, bound=1e-4),
         Case("tensorrt-exact", arch, bound=1e-5),
         Case("tensorrt", arch),
         Case("tensorrt-exact", arch, "int4", _WEIGHT_ONLY, bound=1e-4),  # the offsets' correction is f16
