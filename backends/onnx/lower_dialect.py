@@ -35,7 +35,8 @@ def position_table(low: Lowering, node: fx.Node, a: dict[str, Any]) -> PositionT
 
 @lowers("ew::select_rows")
 def select_rows(low: Lowering, node: fx.Node, a: dict[str, Any]) -> Value:
-    return low.graph.gather(low.value(a["x"]), low.inputs["logit_rows"])
+    wanted = low.inputs.get("logit_rows")
+    return low.value(a["x"]) if wanted is None else low.graph.gather(low.value(a["x"]), wanted)
 
 
 # Products and activations.
@@ -150,10 +151,11 @@ def rope(low: Lowering, node: fx.Node, a: dict[str, Any]) -> Value:
         tables.append(low.tensor(found.table))
     where = low.inputs["positions"]
     g = low.graph
-    positions = g.once("positions of one batch", lambda: g.reshape(where, (1, where.shape[0])))
+    # Each token is a sequence of its own: ONNX Runtime takes no sequence that is longer than the tables.
+    positions = g.once("positions, one a row", lambda: g.reshape(where, (where.shape[0], 1)))
     turned = g.op(
         "RotaryEmbedding",
-        [g.reshape(x, (1, rows, heads * width)), *tables, positions],
+        [g.reshape(x, (rows, 1, heads * width)), *tables, positions],
         num_heads=heads,
         rotary_embedding_dim=0 if a["rotary_dim"] == width else a["rotary_dim"],
         interleaved=int(a["interleaved"]),

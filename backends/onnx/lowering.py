@@ -54,7 +54,8 @@ class CacheForm(Protocol):
     """How a step's tokens, cache and wanted rows reach the model, and how attention reads and writes the cache."""
 
     def inputs(self, low: Lowering) -> Mapping[str, Value]:
-        """Declare the inputs; returns `tokens`, `positions` [T] and `logit_rows` [R] as int64 values."""
+        """Declare the inputs; returns `tokens`, `positions` [T] and `logit_rows` [R] as int64 values. Without
+        `logit_rows`, the logits are those of all rows."""
 
     def attention(self, low: Lowering, node: fx.Node, a: dict[str, Any]) -> Value:
         """Lower one ew::paged_attention with its arguments `a`; returns [T, H, Dv]."""
