@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from enginewright.recipes.errors import InputError, near_matches
 
 if TYPE_CHECKING:
     from enginewright.backends.base import Backend
+    from enginewright.recipes.recipe import Recipe
 
-__all__ = ["BACKENDS", "aim", "get_backend"]
+__all__ = ["BACKENDS", "aim", "flavoured", "get_backend", "writer_of"]
 
 #: Names and the modules that hold each one's `BACKEND`. A module is imported when its backend is asked for.
 BACKENDS = {
@@ -34,6 +35,32 @@ def get_backend(name: str) -> Backend:
         )
     backend: Backend = importlib.import_module(BACKENDS[name]).BACKEND
     return backend
+
+
+def flavoured(backend: Backend, recipe: Recipe) -> Backend:
+    """The backend as it writes what the recipe's `onnx.flavour` asks for. Raises InputError where it writes no flavours."""
+    choose = getattr(backend, "flavoured", None)
+    if choose is not None:
+        chosen: Backend = choose(recipe.onnx.flavour)
+        return chosen
+    if recipe.onnx.flavour != "plain":
+        raise InputError(
+            f"the {backend.name} backend writes no ONNX models",
+            found=f"onnx.flavour={recipe.onnx.flavour}",
+            expected="onnx.flavour plain",
+            action="leave onnx.flavour out, or build with --backend onnx",
+        )
+    return backend
+
+
+def writer_of(manifest: Mapping[str, Any]) -> Backend:
+    """The backend that has written the engine of a manifest, in its flavour."""
+    backend = get_backend(manifest["backend"])
+    choose = getattr(backend, "flavoured", None)
+    if choose is None:
+        return backend
+    chosen: Backend = choose(manifest["recipe"]["onnx"]["flavour"])
+    return chosen
 
 
 def aim(backend: Backend, target: str | Iterable[str] | None) -> Backend:

@@ -165,8 +165,9 @@ class Backend(Protocol):
 
     @property
     def capabilities(self) -> Mapping[str, Any]:
-        """What `lower` accepts: `ops` by name, `weight_formats`, `activation_formats` of each, `kv_formats`, and `compute`, whose
-        first is what `auto` means. A key that is missing says nothing."""
+        """What `lower` accepts: `ops` by name, `weight_formats`, `activation_formats` of each, `kv_formats`, `wider_kv_formats`
+        (a cache format, and the wider one that stands for it), and `compute`, whose first is what `auto` means. A key that is
+        missing says nothing."""
 
     def gate(self, recipe: Recipe, source: ModelSource) -> Pass | None:
         """A pass that changes nothing and refuses what the backend cannot hold, before matrices are calibrated or rounded.

@@ -48,6 +48,9 @@ def refusals(recipe: Recipe, backend: Backend) -> tuple[Recipe, list[InputError]
         require("compute", recipe.compute, "compute")
     elif "compute" in able:
         recipe = replace(recipe, compute=able["compute"][0])
+    wider = able.get("wider_kv_formats", {}).get(recipe.kv_cache.format)
+    if wider is not None:
+        recipe = replace(recipe, kv_cache=replace(recipe.kv_cache, format=wider))
     require("kv_cache.format", recipe.kv_cache.format, "kv_formats")
     require("kv_cache.page_size", recipe.kv_cache.page_size, "page_sizes")
     require(

@@ -27,6 +27,7 @@ __all__ = [
     "Draft",
     "Mixed",
     "ModuleFormat",
+    "Onnx",
     "Outliers",
     "Override",
     "Quantise",
@@ -168,6 +169,14 @@ class TensorRT:
 
 
 @dataclass(frozen=True)
+class Onnx:
+    """Whose runtime an ONNX model is written for: `plain`, ours; `genai`, onnxruntime-genai; `optimum`, Optimum's
+    ORTModelForCausalLM."""
+
+    flavour: str = field(default="plain", metadata=by(values.one_of("plain", "genai", "optimum")))
+
+
+@dataclass(frozen=True)
 class Override:
     """Another format for the modules whose checkpoint name matches a glob (`*` crosses dots)."""
 
@@ -234,6 +243,7 @@ class Recipe:
     overrides: tuple[Override, ...] = field(default=(), metadata=by(_overrides))
     verify: Verify = field(default=Verify(), metadata=by(_section(Verify)))
     tensorrt: TensorRT = field(default=TensorRT(), metadata=by(_section(TensorRT)))
+    onnx: Onnx = field(default=Onnx(), metadata=by(_section(Onnx)))
 
     @property
     def calibrates(self) -> list[str]:

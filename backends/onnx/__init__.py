@@ -70,8 +70,18 @@ class OnnxBackend:
             "onnx": {"flavour": "plain", "opset": OPSET, "ir_version": IR_VERSION, "onnx": onnx.__version__}
         }
 
+    def flavoured(self, flavour: str) -> Backend:
+        """The backend that writes models of this flavour."""
+        from enginewright.backends.onnx.flavours import TARGETS, OnnxFlavour
+
+        return self if flavour == "plain" else OnnxFlavour(flavour, TARGETS[flavour])
+
     def load(self, engine: Artifact, **options: Any) -> OnnxExecutor:
         """Options: threads (None: one a core), weights ("mmap"), max_tokens, max_rows, provider (cpu, cuda, tensorrt-rtx)."""
+        from enginewright.backends.onnx.flavours import TARGETS, refuse_to_serve
+
+        if engine.manifest["target"] in TARGETS.values():
+            raise refuse_to_serve(engine)
         engine.require(self.name, [self.target])
         from enginewright.backends.onnx.installed import require_onnxruntime
 

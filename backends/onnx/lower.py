@@ -22,7 +22,7 @@ from enginewright.passes.program import Program, Stage
 from enginewright.recipes.errors import LoweringError
 from enginewright.recipes.recipe import Recipe
 
-__all__ = ["MODEL_FILE", "capabilities", "check_model", "lower", "write_model"]
+__all__ = ["MODEL_FILE", "capabilities", "check_model", "load_rules", "lower", "write_model"]
 
 MODEL_FILE = "model.onnx"
 DATA_SUFFIX = ".data"
@@ -30,7 +30,7 @@ DATA_SUFFIX = ".data"
 
 def capabilities() -> dict[str, Any]:
     """What this backend can lower, as data."""
-    _load_rules()
+    load_rules()
     formats = activation_formats()
     return {
         "ops": sorted(RULES),
@@ -42,7 +42,8 @@ def capabilities() -> dict[str, Any]:
     }
 
 
-def _load_rules() -> None:
+def load_rules() -> None:
+    """Fill the table of rules."""
     import enginewright.backends.onnx.lower_dialect
     import enginewright.backends.onnx.lower_generic
     import enginewright.backends.onnx.lower_movement
@@ -61,7 +62,7 @@ def lower(
         raise LoweringError(
             "only a final program can be lowered", found=program.stage.name, expected=Stage.FINAL.name
         )
-    _load_rules()
+    load_rules()
     lowering = Lowering(program, SlotCaches())
     graph = lowering.run()
     sinks = groups_with_sinks(lowering)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from enginewright import __version__
-from enginewright.backends import aim, get_backend
+from enginewright.backends import aim, flavoured, get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
 from enginewright.backends.base import Backend
 from enginewright.backends.golden import write_golden
@@ -125,7 +125,7 @@ def optimize(
         given = replace(resolved.calibration, source=os.fspath(calibration))
         resolved = replace(resolved, calibration=given)
     check_calibration(resolved)
-    aimed = aim(get_backend(backend), target)
+    aimed = flavoured(aim(get_backend(backend), target), resolved)
     resolved = adapt(resolved, aimed)
     if resolved.draft.layers is not None and not aimed.drafts:
         raise InputError(

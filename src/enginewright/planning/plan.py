@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from enginewright.backends import aim, get_backend
+from enginewright.backends import aim, flavoured, get_backend
 from enginewright.backends.base import Backend
 from enginewright.backends.requirements import refusals
 from enginewright.calibration import check_calibration
@@ -124,7 +124,7 @@ def plan(
         resolved = replace(resolved, calibration=replace(resolved.calibration, source=os.fspath(calibration)))
     check_calibration(resolved)
     nothing = backend is None and target is None and named is not None
-    aimed = None if nothing else aim(get_backend(backend or "cpu"), target)
+    aimed = None if nothing else flavoured(aim(get_backend(backend or "cpu"), target), resolved)
     resolved, refused = _adapted(resolved, aimed)
     if named is None:
         with progress.stage("measure") as record:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from enginewright import __version__
-from enginewright.backends import get_backend
+from enginewright.backends import writer_of
 from enginewright.backends.artifact import Artifact, open_engine
 from enginewright.backends.golden import GOLDEN, check_golden, read_golden
 from enginewright.progress import Progress
@@ -87,7 +87,7 @@ def _damaged(path: str | os.PathLike[str], level: str, error: ArtifactError) -> 
 def _goldens(artifact: Artifact, threads: int | None) -> Check:
     """The recorded answers, asked for again through the runtime."""
     words = "recorded answers"
-    backend = get_backend(artifact.manifest["backend"])
+    backend = writer_of(artifact.manifest)
     reason = backend.runs_here(artifact.manifest)
     if reason is not None:
         return Check("goldens", words, None, reason)
@@ -124,7 +124,7 @@ def _against(
     judge = capture(open_source(model, adapter), max_context=manifest["recipe"]["max_context"])
     _require_same(manifest["model"], asdict(judge.facts), os.fspath(model))
     limits = {key: value for key, value in manifest["recipe"]["verify"].items() if value is not None}
-    backend = get_backend(manifest["backend"])
+    backend = writer_of(manifest)
     if not backend.serves:
         with backend.answers(artifact) as answers:
             found = verify(
