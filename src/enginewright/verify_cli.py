@@ -41,6 +41,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--threads", metavar="N", type=click.IntRange(min=1), help="Threads of the engine.  [default: all cores]"
 )
+@click.option(
+    "--bisect",
+    is_flag=True,
+    help="Run the engine's passes again, and name the first pass or op at fault (as long as a build).",
+)
+@click.option(
+    "--calibration", metavar="FILE", help="With --bisect: the text that the recipe was calibrated on."
+)
 @click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write everything that was found.")
 @click.option(
     "--html",
@@ -56,6 +64,8 @@ def verify_command(
     adapter: str | None,
     level: str,
     baseline: Path | None,
+    bisect: bool,
+    calibration: str | None,
     threads: int | None,
     json_file: Path | None,
     html_file: Path | None,
@@ -81,6 +91,8 @@ def verify_command(
         adapter=adapter,
         level=level,
         baseline=baseline,
+        bisect=bisect,
+        calibration=calibration,
         threads=threads,
         progress=Progress(Console(stderr=True)),
     )
@@ -93,6 +105,8 @@ def verify_command(
             page(report.manifest, report.build, report.checks, report.verification), encoding="utf-8"
         )
     print_tables([_table(report)])
+    if report.bisection is not None:
+        click.echo(report.bisection.text())
     report.raise_if_failed()
 
 

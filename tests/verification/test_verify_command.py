@@ -13,7 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import enginewright
+from enginewright.backends.artifact import open_engine
 from enginewright.backends.cpu.executor import CpuExecutor
+from enginewright.build_cache import copy_engine
 from enginewright.cli import engine
 from enginewright.verification import on_disk
 from tests.passes.architectures import folder
@@ -90,6 +92,21 @@ def test_recorded_answers_are_asked_for_again(
     assert not found()["passed"] and "of the largest" in found()["found"]
 
 
+def test_bisect_tells_the_engine_s_files_from_what_made_them(copy: Path, tmp_path: Path) -> None:
+    against = ["--against", folder("llama"), "--bisect", "--json", tmp_path / "v.json"]
+    good = run(copy, *against)
+    assert good.exit_code == 0 and "Nothing left its limit" in good.output, good.output
+    data = bytearray((copy / "weights.bin").read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 2000] = bytes(2000)
+    (copy / "weights.bin").write_bytes(data)
+    # Published anew, so that its hashes are right.
+    spoiled = copy_engine(open_engine(copy), tmp_path / "spoiled")
+    bad = run(spoiled, *against)
+    assert bad.exit_code == 1 and "the engine's own files or the runtime do not" in bad.output, bad.output
+    assert json.loads((tmp_path / "v.json").read_text())["bisection"]["kind"] == "engine"
+
+
 def test_another_model_is_refused(built: Path) -> None:
     result = run(built, "--against", folder("gpt2"))
     assert result.exit_code == 2 and "was not built from" in result.output
@@ -136,10 +153,12 @@ def test_a_baseline_holds_quality_and_size(built: Path, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--adapter", "x"], "no --against"),
+        (["--bisect"], "no --against"),
+        (["--against", folder("llama"), "--calibration", "x"], "no --bisect"),
         (["--json", "/nowhere/v.json"], "no such folder"),
         (["--level", "thorough"], "thorough"),
     ],
 )
-def test_what_cannot_be_used_is_said(built: Path, arguments: list[str], said: str) -> None:
+def test_what_cannot_be_used_is_said(built: Path, arguments: list[object], said: str) -> None:
     result = run(built, *arguments)
     assert result.exit_code == 2 and said in result.output

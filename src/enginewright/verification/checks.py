@@ -5,9 +5,12 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginewright.recipes.errors import VerificationError
+
+if TYPE_CHECKING:
+    from .bisection import Bisection
 
 __all__ = ["Check", "EngineReport", "checks_of", "junit"]
 
@@ -39,7 +42,7 @@ class EngineReport:
     """The verification of an engine on disk.
 
     `manifest`: engine.json, empty where it could not be trusted. `verification`: figures against the source model, where there
-    was one.
+    was one. `bisection`: what was found of the pass or op at fault, where it was asked for.
     """
 
     engine: str
@@ -48,6 +51,7 @@ class EngineReport:
     build: Mapping[str, Any] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     verification: dict[str, Any] | None = None
+    bisection: Bisection | None = None
     seconds: float = 0.0
 
     @property
@@ -74,6 +78,7 @@ class EngineReport:
             "bytes": sum(entry["bytes"] for entry in manifest.get("files", {}).values()),
             "checks": [asdict(check) for check in self.checks],
             "verification": self.verification,
+            "bisection": None if self.bisection is None else self.bisection.to_dict(),
         }
 
     def raise_if_failed(self) -> None:

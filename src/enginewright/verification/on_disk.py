@@ -34,6 +34,8 @@ def verify_engine(
     adapter: str | os.PathLike[str] | None = None,
     level: str = "quick",
     baseline: str | os.PathLike[str] | None = None,
+    bisect: bool = False,
+    calibration: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> EngineReport:
@@ -42,14 +44,23 @@ def verify_engine(
     `against` is the model that it was built from (as for `optimize`, with the `adapter`), `level` "quick" or "full", `baseline` a
     file (`baseline.py`). Nothing is raised for what fails a check (`EngineReport.raise_if_failed`). Raises InputError and its kin
     for what cannot be used: no engine, another model, no baseline.
+
+    `bisect` runs the engine's passes again, and names the first pass or op that leaves the model (`EngineReport.bisection`);
+    `calibration` is the file of text that the recipe was calibrated on.
     """
     if level not in ("quick", "full"):
         raise InputError("there is no such level", found=repr(level), expected="quick or full")
-    if against is None and (adapter is not None or baseline is not None):
+    needing = {"adapter": adapter, "baseline": baseline, "bisect": bisect or None}
+    alone = [name for name, value in needing.items() if value is not None]
+    if against is None and alone:
         raise InputError(
-            f"--{'adapter' if adapter is not None else 'baseline'} means nothing here",
+            f"--{alone[0]} means nothing here",
             found="no --against",
             action="name the model with --against",
+        )
+    if calibration is not None and not bisect:
+        raise InputError(
+            "--calibration means nothing here", found="no --bisect", action="add --bisect, or leave it out"
         )
     earlier = None if baseline is None else read_baseline(Path(baseline))
     progress = progress or Progress()
@@ -73,6 +84,14 @@ def verify_engine(
         report.checks += checks_of(report.verification)
     if earlier is not None:
         report.checks += compare_with_baseline(report, earlier)
+    if bisect and against is not None:
+        from .rebuilding import bisect_engine
+
+        with progress.stage("bisect") as record:
+            report.bisection = bisect_engine(
+                artifact, against, adapter=adapter, calibration=calibration, report=progress.update
+            )
+            record.detail = report.bisection.kind or "nothing left its limit"
     report.seconds = time.perf_counter() - started
     return report
 
