@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from enginewright.backends import get_backend
+from enginewright.backends import writer_of
 from enginewright.backends.artifact import Artifact
 from enginewright.calibration import check_calibration, from_file, from_model
 from enginewright.passes.capture import capture
@@ -39,7 +39,7 @@ def bisect_engine(
     `calibration` is the file of text that it was calibrated on, which a manifest does not hold; needed where it names one.
     Raises InputError and its kin where the engine cannot be built again.
     """
-    target = get_backend(artifact.manifest["backend"])
+    target = writer_of(artifact.manifest)
     recipe: Recipe = parse(Recipe, artifact.manifest["recipe"], "")
     if calibration is not None:
         recipe = replace(recipe, calibration=replace(recipe.calibration, source=os.fspath(calibration)))
