@@ -27,7 +27,7 @@ BUILD = "from enginewright.cli import optimize; optimize()"
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(optimize, [str(argument) for argument in arguments])
+    return CliRunner(env={"COLUMNS": None}).invoke(optimize, [str(argument) for argument in arguments])
 
 
 def entries(cache: Path) -> list[Path]:

@@ -34,13 +34,13 @@ SECTIONS += ["The first layer, before and after", "Provenance"]
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("page")
     arguments = [folder("llama"), "-r", "int8", "-o", root / "engine", "--html", root / "build.html"]
-    result = CliRunner().invoke(optimize, list(map(str, arguments)))
+    result = CliRunner(env={"COLUMNS": None}).invoke(optimize, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
     return root
 
 
 def test_both_commands_write_the_page(built: Path) -> None:
-    result = CliRunner().invoke(
+    result = CliRunner(env={"COLUMNS": None}).invoke(
         engine, ["verify", str(built / "engine"), "--html", str(built / "verify.html")]
     )
     assert result.exit_code == 0, result.output

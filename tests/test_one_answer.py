@@ -65,7 +65,11 @@ def test_a_windowed_model_with_a_fact_beyond_the_window(overrides: tuple[str, ..
         assert np.array_equal(bits(whole), bits(chunked))
 
 
-SERVED = ["smollm2 int4", "smollm2 bf16 kv_cache.format=int8", "gemma3 int4"]
+SERVED = [
+    "smollm2 int4",
+    "smollm2 bf16 kv_cache.format=int8",
+    pytest.param("gemma3 int4", marks=pytest.mark.slow),
+]
 
 
 def ask(tokens: list[int], new_tokens: int, seed: int) -> Request:

@@ -43,10 +43,13 @@ def test_figures_are_those_of_the_decoding_that_was_timed(tmp_path: Path) -> Non
     prompts = [Asked([20 + i, 21, 22], OPTIONS) for i in range(3)]
     with engine_of(tmp_path, draft_tokens=4) as engine:
         before = engine.loop.speculator
-        row = speculation.compare(engine, prompts, 2, 3)
+        row = speculation.compare(engine, prompts, 1, 3)
+        full = speculation.compare(engine, prompts, 2, 1)
         assert engine.loop.speculator is before
         plain = speculation.decode(engine, prompts, 1)
-    assert row["same"] and row["batch"] == 2 and row["tokens"] == 3 * 40 and len(row["ratios"]) == 3
+    assert row["same"] and row["batch"] == 1 and row["tokens"] == 3 * 40 and len(row["ratios"]) == 3
+    # Nine answers of 41 tokens in two places: timed until no prompt is left and a place is empty.
+    assert full["same"] and 8 * 40 <= full["tokens"] <= 9 * 41 and full["acceptance_rate"] == 1.0
     assert [len(tokens) for tokens, _ in plain.answers] == [41] * 3
     # The loop is known after its first ten tokens (its first three again), and from then on every step gives five:
     # of 40 timed tokens 9 come alone, 31 in runs of 5, the last of them as the limit allows.
@@ -66,13 +69,13 @@ def test_answers_that_differ_are_seen(tmp_path: Path) -> None:
         assert not speculation.compare(engine, prompts, 1, 2)["same"]
 
 
-def test_fewer_prompts_than_a_batch_are_repeated() -> None:
+def test_a_batch_is_filled_again_and_again() -> None:
     prompts = [Asked([i], OPTIONS) for i in range(3)]
-    assert [[one.ids[0] for one in group] for group in speculation.groups(prompts, 2)] == [[0, 1], [2]]
-    assert [[one.ids[0] for one in group] for group in speculation.groups(prompts, 5)] == [
-        [0, 1, 2, 0, 1],
-        [2],
-    ]
+    assert [[one.ids[0] for one in group] for group in speculation.groups(prompts, 1)] == [[0], [1], [2]]
+    for batch in (2, 5):
+        (group,) = speculation.groups(prompts, batch)
+        asked = [one.ids[0] for one in group]
+        assert len(asked) >= speculation.FILLINGS * batch and asked == [0, 1, 2] * (len(asked) // 3)
 
 
 def test_each_kind_of_work_has_eight_prompts_of_its_own() -> None:

@@ -193,7 +193,7 @@ def test_an_engine_that_did_not_run_says_so_and_takes_its_goldens_along(built: P
     )
     assert verification["golden"]["tokens"] == verification["tokens"]
     assert artifact.file("golden.json").stat().st_size < 12_000
-    told = CliRunner().invoke(command, ["inspect", str(built)]).output
+    told = CliRunner(env={"COLUMNS": None}).invoke(command, ["inspect", str(built)]).output
     assert "verification: structure-only" in told and "its target could not run here" in told
     assert "checked at the first load" in told and "what was lowered, interpreted" in told
 

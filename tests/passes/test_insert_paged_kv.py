@@ -85,7 +85,7 @@ def test_a_format_the_cache_does_not_have_is_illegal():
     InsertPagedKv(4, "fp4").run(program)
     program.stage = Stage.PAGED
     remove_dead_code(program)
-    with pytest.raises(LoweringError, match=r"kv_format = 'fp4'; allowed: f32, bf16, int8"):
+    with pytest.raises(LoweringError, match=r"kv_format = 'fp4'; allowed: f32, f16, bf16, int8"):
         check(program)
 
 

@@ -32,7 +32,7 @@ def copy(built: Path, tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(engine, ["verify", *map(str, arguments)])
+    return CliRunner(env={"COLUMNS": None}).invoke(engine, ["verify", *map(str, arguments)])
 
 
 def checks(file: Path) -> dict[str, dict[str, Any]]:

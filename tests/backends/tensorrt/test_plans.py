@@ -6,6 +6,7 @@ The plans of the real models are built by `make proof`.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -51,10 +52,13 @@ def plan(small: Path, tmp_path_factory: pytest.TempPathFactory) -> PlanText:
     network, builder = new_network()
     lowered = define(program, network)
     path = tmp_path_factory.mktemp("plans") / "plan.engine"
+    own = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )  # of these tests, which the builder's process begins with
     built = build_plan(lowered, builder, ["sm80"], LIMITS, path)
     assert built.size == path.stat().st_size > lowered.weight_bytes
     needed = estimate.estimate(lowered.weight_bytes, program.facts.kv_groups, LIMITS)
-    assert 0 < built.peak < needed.host
+    assert 0 < built.peak < needed.host + own
     return read_plan(path)
 
 
