@@ -26,6 +26,7 @@ _TRADED = 2.5  # GPTQ and ranges by output; at most 1.6 in any group of a good e
 _UNIT = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4}
 """The largest relative error of rounding to a float format."""
 
+_TINY = 1e-30  # where a group is zero
 _CHUNK = 8 << 20  # weights looked at together
 
 
@@ -70,7 +71,7 @@ def _errors(stored: Tensor, wanted: Tensor, form: WeightFormat, symmetric: bool)
     if form.kind == "float":
         unit = 2 * _UNIT[form.name]
         floor = largest * 2.0**-8 if form.name == "fp8" else torch.full_like(largest, 2.0**-24)
-        steps = torch.maximum(x.abs() * unit, floor)
+        steps = torch.maximum(x.abs() * unit, floor).clamp(min=_TINY)
     else:
         if form.symmetric or symmetric:
             span = 2 * largest
@@ -81,7 +82,7 @@ def _errors(stored: Tensor, wanted: Tensor, form: WeightFormat, symmetric: bool)
                 low, high = low.clamp(max=0), high.clamp(min=0)
             span = high - low
         levels = 254 if form.symmetric else 2**form.bits - 1
-        steps = (span / levels).clamp(min=2.0**-24)
+        steps = (span / levels).clamp(min=2.0**-24 if form.half_scales else _TINY)
         if form.half_scales:
             steps = torch.maximum(steps, largest * 2.0**-10)
     error = torch.where(valid, (found - x) / steps, 0.0).square().sum(-1) / valid.sum(-1).clamp(min=1)

@@ -178,15 +178,12 @@ class Stages:
         """By band: medians over rows, of the engine's difference from the Program and of the Program's from the model."""
         top = max(float(np.abs(judged).max()) for judged in self.judged)
         places = np.concatenate(self.rows)
-        error, cost = (
-            np.concatenate(
-                [
-                    np.stack([np.abs(served - own).max(-1), np.abs(own - judged).max(-1)], 1)
-                    for served, own, judged in zip(self.served, logits, self.judged, strict=True)
-                ]
-            ).T
-            / top
-        )
+        with np.errstate(invalid="ignore"):  # what is not finite fails below
+            pairs = [
+                np.stack([np.abs(served - own).max(-1), np.abs(own - judged).max(-1)])
+                for served, own, judged in zip(self.served, logits, self.judged, strict=True)
+            ]
+        error, cost = np.concatenate(pairs, 1) / top
         error = np.where(np.isfinite(error), error, np.inf)
         edges = band_edges(int(places.max()) + 1, [group.window for group in self.final.facts.kv_groups])
         worst = (0.0, 0.0, _ENGINE, "")
