@@ -12,6 +12,8 @@ cost a nat. So what lies between the two is looked at by itself, and what rounds
 | backend | the same | largest | 0.05 |
 | engine | the engine through the runtime, and the final Program | median of rows, by band | 1e-4, or twice what rounding costs |
 
+Where a backend computes in f16 or bf16 between products, `engine` has the tolerance of goldens.py instead of 1e-4.
+
 Differences are shares of the largest logit, or value. passes/unrounded.py takes the rounding out, matrices.py measures matrices,
 pieces.py runs units. Experts that are chosen by a hair's breadth may be chosen otherwise after a sum in another order: the rows
 of a sample from there on are excused in `structure`, and counted.
@@ -40,6 +42,7 @@ from enginewright.passes.unrounded import StoredMatrix, stored_matrices, unround
 from enginewright.runtime.engine import load
 
 from .figures import Array, band_edges
+from .goldens import tolerance
 from .matrices import limit_of, rounding_error
 from .pieces import LARGEST, MEDIAN, Compared, Pieces, one_of_each_kind
 from .running import run_watched
@@ -186,12 +189,13 @@ class Stages:
         error, cost = np.concatenate(pairs, 1) / top
         error = np.where(np.isfinite(error), error, np.inf)
         edges = band_edges(int(places.max()) + 1, [group.window for group in self.final.facts.kv_groups])
-        worst = (0.0, 0.0, _ENGINE, "")
+        least = _ENGINE if self.recipe.compute in ("auto", "f32") else tolerance(self.recipe)
+        worst = (0.0, 0.0, least, "")
         for first, last in itertools.pairwise(edges):
             inside = (places >= first) & (places < last)
             if inside.any():
                 value, rounding = float(np.median(error[inside])), float(np.median(cost[inside]))
-                limit = max(_ENGINE, _OF_ROUNDING * rounding)
+                limit = max(least, _OF_ROUNDING * rounding)
                 band = f"positions {first} to {last - 1}; the rounding's is {rounding:.2g}"
                 worst = max(worst, (value / limit, value, limit, band))
         _, value, limit, band = worst
