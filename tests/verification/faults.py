@@ -311,7 +311,7 @@ FAULTS: dict[str, Fault] = {
         call_with("add_rms_norm", x=normed(0), residual=normed(1)), "llama", "int8",
         "pass", "fuse_add_norm", "ew::add_rms_norm", "model.layers"),
     "another activation": Fault(
-        silu_for_gelu, "llama", "int4", "pass", "fuse_activation", "ew::activation", FIRST + "mlp"),
+        silu_for_gelu, "llama", "int4", "pass", "fuse_activation", "ew::activation", FIRST + "mlp", ci=False),
     "a dropped soft cap": Fault(
         call_with("paged_attention", softcap=constant(0.0)), "gemma2", "int4",
         "pass", "insert_paged_kv", ATTENTION, FIRST + "self_attn"),
