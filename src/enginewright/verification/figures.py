@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 _BLOCK = 64  # positions compared at a time: bounds the float64 temporaries of a large vocabulary
 _BEST = 5
 _LEAST_IN_BAND = 16  # positions from which a band's mean says something
-_BAND_RATIO = 8.0  # a band's median divergence over that of the best one
+_BAND_RATIO = 8.0  # a band's median divergence over that of the best before it
 
 
 @dataclass(frozen=True)
@@ -268,20 +268,24 @@ class Figures:
 
 
 def _odd_bands(bands: Sequence[Band], limit: float | None) -> list[str]:
-    """Bands that differ from the source far more than the best of them does, by a tenth of the recipe's limit at least.
+    """Bands that differ from the source far more than one before them, by a tenth of the recipe's limit at least.
 
-    Medians, since a fault that begins at a position is in every one after it, and one unlucky position makes a mean.
+    Medians, since a fault that begins at a position is in every one after it, and one unlucky position makes a mean. Only with
+    what stands before: text that repeats itself is easy, and gives late positions little to differ in.
     """
-    telling = [band for band in bands if band.positions >= _LEAST_IN_BAND]
-    if limit is None or not telling:
-        return []
-    best = min(telling, key=lambda band: band.median_kl)
-    return [
-        f"positions {band.first} to {band.last - 1} have a median KL of {band.median_kl:.4g}, "
-        f"those from {best.first} to {best.last - 1} one of {best.median_kl:.4g}"
-        for band in telling
-        if band.median_kl > max(_BAND_RATIO * best.median_kl, limit / 10)
-    ]
+    found: list[str] = []
+    best: Band | None = None
+    for band in bands:
+        if limit is None or band.positions < _LEAST_IN_BAND:
+            continue
+        if best is not None and band.median_kl > max(_BAND_RATIO * best.median_kl, limit / 10):
+            found.append(
+                f"positions {band.first} to {band.last - 1} have a median KL of {band.median_kl:.4g}, "
+                f"those from {best.first} to {best.last - 1} one of {best.median_kl:.4g}"
+            )
+        if best is None or band.median_kl < best.median_kl:
+            best = band
+    return found
 
 
 def _shared_best(p: Array, q: Array) -> int:
