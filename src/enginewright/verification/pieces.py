@@ -141,7 +141,8 @@ def _in_chunks(executor: Executor, ids: Sequence[int], rows: Iterable[int]) -> F
         stop = min(start + _CHUNKS[turn % len(_CHUNKS)], len(ids))
         here = [row - start for row in range(start, stop) if row in wanted]
         arrays = (ids[start:stop], range(start, stop), (0, stop - start), (stop,))
-        step = [np.array(list(values), np.int32) for values in arrays]
-        found.append(executor.step(StepInput(*step, table, np.array(here, np.int32))))
+        tokens, positions, starts, lens = (np.array(list(values), np.int32) for values in arrays)
+        step = StepInput(tokens, positions, starts, lens, table, np.array(here, np.int32))
+        found.append(executor.step(step))
         start, turn = stop, turn + 1
     return np.concatenate(found)
