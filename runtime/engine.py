@@ -66,6 +66,7 @@ def load(
     draft_tokens: int | str = "auto",
     draft_rule: str = "same",
     draft_cache_bytes: int | None = None,
+    provider: str | None = None,
 ) -> Engine:
     """Load the engine in the folder `path`.
 
@@ -77,7 +78,7 @@ def load(
     folder of a smaller engine) and `draft_tokens` ("auto" or a number) let tokens be proposed and verified (`drafters.py`);
     that changes how fast tokens come, and none of them, unless `draft_rule` is "resample". A drafting engine has a key/value
     cache of its own: as many tokens as the engine's, within `draft_cache_bytes` (1 GiB unless given); it is loaded with the
-    same `threads` and `weights`.
+    same `threads` and `weights`. `provider` is what an onnx engine runs on: cpu (unless given), cuda or tensorrt-rtx.
     """
     if weights not in ("mmap", "copy"):
         raise InputError(
@@ -104,8 +105,17 @@ def load(
         _log.warning("the engine at %s failed its verification; see `engine inspect`", artifact.path)
     drafts = drafters.check(artifact, speculate, draft_tokens, draft_rule, draft_cache_bytes)
     token_budget = max(token_budget, max_sequences)
-    executor = get_backend(artifact.manifest["backend"]).load(
+    backend = get_backend(artifact.manifest["backend"])
+    if provider is not None and not getattr(backend, "providers", ()):
+        raise InputError(
+            f"an engine of the {backend.name} backend has no providers",
+            found=f"provider={provider!r}",
+            expected="a provider only for engines of the onnx backend",
+            action="leave provider out",
+        )
+    executor = backend.load(
         artifact,
+        **({} if provider is None else {"provider": provider}),
         threads=threads,
         weights=weights,
         max_tokens=token_budget,

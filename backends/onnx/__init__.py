@@ -29,6 +29,7 @@ class OnnxBackend:
     stage = "FINAL"
     serves = True
     drafts = False
+    providers = ("cpu", "cuda", "tensorrt-rtx")
 
     @property
     def capabilities(self) -> Mapping[str, Any]:

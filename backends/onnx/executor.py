@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from enginewright.backends.base import KvGroupInfo, StepError, StepInput, StepLimits, check_step
 from enginewright.backends.onnx.pools import CacheSpec, Pools
-from enginewright.backends.onnx.providers import open_session
+from enginewright.backends.onnx.providers import DEVICES, open_session
 from enginewright.backends.onnx.runs import Reading, Run, parts, run_of
 from enginewright.recipes.errors import ArtifactError, InputError
 
@@ -57,7 +57,9 @@ class OnnxExecutor:
             for kind in ("key", "value")
         ]
         self._groups = facts["kv_groups"]
-        self._pools = Pools(specs, [group["page_size"] for group in self._groups])
+        known = {value.name for value in self._session.get_inputs()}
+        held = [spec for spec in specs if spec.name in known]  # a part of a model may lack some
+        self._pools = Pools(held, [group["page_size"] for group in self._groups], DEVICES[provider])
         self.kv_groups: Sequence[KvGroupInfo] = [
             KvGroupInfo(
                 group["window"],

@@ -10,7 +10,10 @@ import onnxruntime
 
 from enginewright.recipes.errors import ArtifactError, InputError
 
-__all__ = ["PROVIDERS", "open_session"]
+__all__ = ["DEVICES", "PROVIDERS", "open_session"]
+
+DEVICES = {"cpu": "cpu", "cuda": "cuda", "tensorrt-rtx": "cuda"}
+"""Load option `provider` -> ONNX Runtime's name of the memory that its caches live in."""
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -53,6 +56,7 @@ def open_session(model: Path, provider: str, threads: int | None) -> tuple[Any, 
     options.intra_op_num_threads = threads or _threads()
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    options.enable_mem_pattern = False  # one would be kept for every set of shapes that a step ever had
     try:
         session = onnxruntime.InferenceSession(os.fspath(model), options, providers=names)
     except Exception as error:  # its own classes, which share no base but this

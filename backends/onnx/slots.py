@@ -91,6 +91,8 @@ class SlotCaches:
 
     def outputs(self, low: Lowering, logits: Value) -> None:
         low.graph.output(logits, "logits")
+        unused = {v.name for name, v in self._in.items() if "_cache_" in name and name not in self._written}
+        low.graph.inputs = [value for value in low.graph.inputs if value.name not in unused]
         for name, value in self._written.items():
             low.graph.output(value, f"{name}_out")
 

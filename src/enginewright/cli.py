@@ -272,6 +272,11 @@ _weights = click.option(
     show_default=True,
     help="Map the file, shared with other processes, or copy it into memory.",
 )
+_provider = click.option(
+    "--provider",
+    metavar="NAME",
+    help="What an onnx engine runs on: cpu, cuda or tensorrt-rtx.  [default: cpu]",
+)
 
 
 @click.group(context_settings=_CONTEXT)
@@ -366,6 +371,7 @@ def inspect(path: str, check: bool, layers: bool, as_json: bool) -> None:
 )
 @_threads
 @_weights
+@_provider
 @speculation_options
 @click.option("--ignore-eos", is_flag=True, help="Go on past end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each prompt.")
@@ -384,6 +390,7 @@ def generate(
     stop: tuple[str, ...],
     threads: int | None,
     weights: str,
+    provider: str | None,
     speculate: str | None,
     draft_tokens: int | str,
     draft_rule: str,
@@ -417,6 +424,7 @@ def generate(
         path,
         threads=threads,
         weights=weights,
+        provider=provider,
         speculate=speculate,
         draft_tokens=draft_tokens,
         draft_rule=draft_rule,
@@ -486,6 +494,7 @@ def _stream(loaded: Any, asked: list[Any], prompts: list[str], options: dict[str
 )
 @_threads
 @_weights
+@_provider
 @speculation_options
 @workload_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
@@ -500,6 +509,7 @@ def bench(
     repeat: int,
     threads: int | None,
     weights: str,
+    provider: str | None,
     speculate: str | None,
     draft_tokens: int | str,
     draft_rule: str,
@@ -529,6 +539,7 @@ def bench(
         repeat=repeat,
         threads=threads,
         weights=weights,
+        provider=provider,
         speculate=speculate,
         draft_tokens=draft_tokens,
         draft_rule=draft_rule,

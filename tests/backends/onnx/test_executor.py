@@ -13,7 +13,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 from enginewright.backends import get_backend  # noqa: E402
 from enginewright.backends.base import StepError, StepInput  # noqa: E402
-from enginewright.backends.onnx import installed, providers  # noqa: E402
+from enginewright.backends.onnx import installed, pools, providers  # noqa: E402
 from enginewright.backends.onnx.executor import OnnxExecutor  # noqa: E402
 from enginewright.backends.onnx.lower import check_model  # noqa: E402
 from enginewright.backends.onnx.runs import Reading, parts, run_of  # noqa: E402
@@ -34,11 +34,12 @@ def test_a_step_writes_its_rows_in_place_and_nothing_else() -> None:
     stepper = Stepper(executor)
     before = dict(executor.cache_addresses())
     stepper.feed(a=PROMPTS["long"][:20], b=PROMPTS["short"])
-    held = {name: memory.copy() for name, memory in executor._pools._memory.items()}
+    held = {name: memory.read().copy() for name, memory in executor._pools.memory.items()}
     stepper.feed(a=PROMPTS["long"][20:21])
     assert dict(executor.cache_addresses()) == before and len(before) == 4
     page = stepper.tables[0]["a"][20 // 16]
-    for name, memory in executor._pools._memory.items():
+    for name, cache in executor._pools.memory.items():
+        memory = cache.read()
         changed = np.flatnonzero((memory != held[name]).any(axis=1))
         assert changed.tolist() == [page * 16 + 20 % 16], name
         assert not memory[-1].any(), "the zero slot was written"
@@ -65,7 +66,7 @@ def test_pages_are_copied_in_order() -> None:
     executor = load("llama")
     stepper = Stepper(executor)
     stepper.feed(a=PROMPTS["long"][:17])
-    memory = executor._pools._memory["key_cache_0_0"]
+    memory = executor._pools.memory["key_cache_0_0"].read()
     first = stepper.tables[0]["a"][0]
     executor.copy_pages(0, [first, 9], [9, 10])
     assert (memory[160:176] == memory[first * 16 : first * 16 + 16]).all()
@@ -74,6 +75,31 @@ def test_pages_are_copied_in_order() -> None:
     executor.close()
     with pytest.raises(StepError, match="closed"):
         stepper.feed(a=[5])
+
+
+def test_caches_of_a_device_are_held_and_copied_by_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that a GPU's provider would have, here that of ONNX Runtime's CPU: the same logits, pages copied."""
+
+    def feed(executor: OnnxExecutor) -> list[np.ndarray]:
+        stepper = Stepper(executor)
+        found = [stepper.feed(a=PROMPTS["long"][:17])["a"]]
+        pages = stepper.tables[0]["a"]
+        stepper.tables[0]["b"] = [stepper.free[0].pop(0) for _ in pages]
+        executor.copy_pages(0, pages, stepper.tables[0]["b"])
+        stepper.lengths["b"] = 17
+        return [*found, *stepper.feed(a=PROMPTS["long"][17:20], b=PROMPTS["long"][17:20]).values()]
+
+    usual = load("llama")
+    wanted = feed(usual)
+    usual.close()
+    monkeypatch.setattr(
+        pools.Pools, "_made", lambda self, slots, size: pools.DeviceMemory(slots, size, self.device)
+    )
+    executor = load("llama")
+    found = feed(executor)
+    executor.close()
+    assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert np.array_equal(found[1], found[2])
 
 
 # Runs.

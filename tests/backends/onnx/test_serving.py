@@ -17,6 +17,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 import enginewright
+from enginewright.backends.artifact import Artifact, open_engine
 from enginewright.recipes.errors import InputError
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.request import Request, SamplingOptions
@@ -126,6 +127,19 @@ def test_a_cancelled_request_leaves_the_others_alone(page_size: int) -> None:
         assert engine.loop.pool.idle
 
 
+def test_a_provider_is_asked_for_by_name_and_only_of_this_backend() -> None:
+    with loaded(16, provider="cpu") as engine:
+        assert (
+            tuple(engine.generate(PROMPTS[0], max_tokens=4, ignore_eos=True)[0].token_ids) == alone(16)[0][:4]
+        )
+    with pytest.raises(InputError, match="no such provider"):
+        loaded(16, provider="npu")
+    artifact = open_engine(built(16))
+    other = Artifact(artifact.path, {**artifact.manifest, "backend": "cpu", "target": "cpu"})
+    with pytest.raises(InputError, match="cpu backend has no providers"):
+        enginewright.load(other, provider="cuda")
+
+
 def test_memory_for_no_sequence_is_told_with_its_length() -> None:
     with pytest.raises(InputError, match=r"one sequence of 96 tokens.*(.|\n)*smaller max_context"):
         loaded(0, cache_bytes=1000)
@@ -136,6 +150,7 @@ def test_it_serves_without_torch_and_onnx() -> None:
 import sys
 sys.modules["onnx"] = None
 import enginewright
+from enginewright.backends.artifact import Artifact, open_engine
 with enginewright.load({str(built(16))!r}, threads=1) as engine:
     print(engine.generate({PROMPTS[1]!r}, max_tokens=24, ignore_eos=True)[0].token_ids)
 """
