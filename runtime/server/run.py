@@ -45,6 +45,7 @@ def load_engine(settings: Settings) -> Engine:
         settings.engine,
         threads=settings.threads,
         weights=settings.weights,
+        provider=settings.provider,
         max_sequences=settings.max_sequences,
         token_budget=settings.max_batch_tokens,
         cache_bytes=settings.kv_memory,

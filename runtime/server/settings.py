@@ -51,6 +51,7 @@ class Settings:
     draft_kv_memory: int | None = None
     served_model_name: str | None = None
     weights: str = "mmap"
+    provider: str | None = None
     api_keys: tuple[str, ...] = ()
     key_concurrency: int | None = None
     max_queue: int = 1024

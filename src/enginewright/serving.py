@@ -196,6 +196,11 @@ _OPTIONS = [
         help="Map the file, shared with other processes, or copy it into memory.",
     ),
     _option(
+        "--provider",
+        metavar="NAME",
+        help="What an onnx engine runs on: cpu, cuda or tensorrt-rtx.  [default: cpu]",
+    ),
+    _option(
         "--api-key",
         "api_key",
         metavar="KEY",

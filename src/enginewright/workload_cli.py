@@ -22,7 +22,7 @@ _WORKLOAD_ONLY = (
 )  # fmt: skip
 _SPEED_ONLY = ("batches", "repeat")
 _IN_PROCESS_ONLY = (
-    "policy", "threads", "weights", "speculate", "draft_tokens", "draft_rule", "max_sequences", "max_batch_tokens",
+    "policy", "threads", "weights", "provider", "speculate", "draft_tokens", "draft_rule", "max_sequences", "max_batch_tokens",
 )  # fmt: skip
 _MADE_UP_ONLY = ("rate", "burst", "seed", "prompt_tokens", "new_tokens")
 
@@ -198,6 +198,7 @@ def _in_process(chosen: dict[str, Any], policy: str, arrivals: list[Any], told: 
         chosen["path"],
         threads=chosen["threads"],
         weights=chosen["weights"],
+        provider=chosen["provider"],
         max_sequences=chosen["max_sequences"],
         token_budget=chosen["max_batch_tokens"],
         speculate=chosen["speculate"],
