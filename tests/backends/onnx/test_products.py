@@ -50,7 +50,13 @@ def overrides(linear: str, table: str, activation: str) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+#: Of each way to multiply and to look up one: the others are a proof.
+EVERYDAY = ("fp8", "int8", "int8 by int8, a scale a token", "uint8, zero points", "int4", "int4, zero points")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+)
 def test_a_format_gives_what_the_program_gives(name: str) -> None:
     changes = overrides(*FORMATS[name])
     executor = load("llama", "fp32", *changes)
@@ -66,7 +72,7 @@ def test_a_format_gives_what_the_program_gives(name: str) -> None:
         assert np.median(error) <= TOLERANCE and error.max() <= 1e-2
 
 
-@pytest.mark.parametrize("arch", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("arch", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_experts_of_four_bits(arch: str) -> None:
     changes = overrides("int4_g32", "int8", "auto")
     executor = load(arch, "fp32", *changes)
