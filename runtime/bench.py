@@ -39,6 +39,7 @@ def bench(
     repeat: int = 3,
     threads: int | None = None,
     weights: str = "mmap",
+    provider: str | None = None,
     speculate: str | os.PathLike[str] | None = None,
     draft_tokens: int | str = "auto",
     draft_rule: str = "same",
@@ -50,6 +51,7 @@ def bench(
     decode [{batch, tokens_per_second, step_ms}], which with `speculate` also have what `speculation_between` tells.
     """
     options: dict[str, Any] = {
+        "provider": provider,
         "speculate": speculate,
         "draft_tokens": draft_tokens,
         "draft_rule": draft_rule,
