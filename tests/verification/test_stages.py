@@ -130,7 +130,7 @@ def test_good_engines_of_every_architecture_pass_every_stage(arch: str, recipe: 
     passes_every_stage(arch, recipe, tmp_path)
 
 
-@pytest.mark.parametrize()
+@pytest.mark.parametrize(("arch", "recipe"), [("gemma3_text", "int4"), ("mixtral", "int8")])
 def test_good_engines_pass_every_stage(arch: str, recipe: str, tmp_path: Path) -> None:
     passes_every_stage(arch, recipe, tmp_path)
 
