@@ -1,7 +1,7 @@
 """Real models through the interpreted network, against the Program: a mixed batch of five sequences after cached ones.
 
 Figures are shares of the largest logit. With what it computes kept in float32, a network agrees with the Program within 1e-5: all
-that is left is the order of sums. With the rounding that its types state, it is held to 1e-3, or to three times what f16 costs
+that is left is the order of sums (and with int4 the f16 of the correction for offsets: within 1e-3). With the rounding that its types state, it is held to 1e-3, or to three times what f16 costs
 the Program itself where that is more: rounding the inputs of products alone moves SmolLM2's logits by 1.4e-3.
 
 Where activations are int8, too, thirty layers turn the last bit of a sum into another code, that into a hundred others, and the
@@ -114,5 +114,5 @@ def test_a_real_model_s_network_gives_the_program_s_logits(model: str, recipe: s
     if settings.linear.activation == "int8":
         lost = np.median(figures["Program from the model"])
         assert np.median(figures["network from the model"]) <= 1.2 * lost and np.median(structure) < lost
-    else:
-        assert structure.max() <= 1e-5
+    else:  # the correction for int4's offsets has factors in f16
+        assert structure.max() <= (1e-3 if recipe == "int4" else 1e-5)
