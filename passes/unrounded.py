@@ -33,7 +33,10 @@ __all__ = ["StoredMatrix", "stored_matrices", "unrounded"]
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix as a quantised node reads it: the weights of its parts, its format, and what it stands for."""
+    """A matrix as a quantised node reads it: the weights of its parts, its format, and what it stands for (`source`).
+
+    `rounded` is what was rounded: the source, or the source without the columns that the linear keeps apart.
+    """
 
     node: fx.Node
     name: str
@@ -42,6 +45,7 @@ class StoredMatrix:
     scales: Weight | None
     offsets: Weight | None
     source: Weight
+    rounded: Weight
 
     def dense(self) -> Tensor:
         """The float32 matrix [..., N, K] that the codes stand for."""
@@ -125,31 +129,32 @@ def _matrix(program: Program, node: fx.Node, prefix: str) -> StoredMatrix:
     form = argument(node, "weight_format")
     source = _source(codes) or _Stored(codes, scales, offsets, form)
     name = f"{node.meta.get('module') or parts[0].target}{'.' + prefix.rstrip('_') if prefix else ''}"
-    return StoredMatrix(node, name, form, codes, scales, offsets, source)
+    rounded = _source(codes, whole=False) or source
+    return StoredMatrix(node, name, form, codes, scales, offsets, source, rounded)
 
 
-def _source(codes: Weight) -> Weight | None:
-    """What codes stand for, rearranged as they are; None where nothing was rounded."""
+def _source(codes: Weight, whole: bool = True) -> Weight | None:
+    """What codes stand for, rearranged as they are; None where nothing was rounded. `whole`: with the columns kept apart."""
     if isinstance(codes, QuantisedPart):
         owner = codes.owner
         source = owner.source
-        if isinstance(source, Zeroed):
+        if whole and isinstance(source, Zeroed):
             source = source.source
         order = input_order(source) if isinstance(owner, KeptWeight) else None
         return source if order is None else _Reordered(source, order)
-    parts = [_source(part) for part in codes.sources]
-    whole = [part for part in parts if part is not None]
-    if not whole or len(whole) != len(parts):
+    parts = [_source(part, whole) for part in codes.sources]
+    found = [part for part in parts if part is not None]
+    if not found or len(found) != len(parts):
         return None
     if isinstance(codes, Concatenated):
-        return Concatenated(whole, codes.dim, codes.name)
+        return Concatenated(found, codes.dim, codes.name)
     if isinstance(codes, Stacked):
-        return Stacked(whole, codes.name)
+        return Stacked(found, codes.name)
     if isinstance(codes, Sliced):
-        return Sliced(whole[0], codes.dim, codes.start, codes.stop, codes.step, codes.name)
+        return Sliced(found[0], codes.dim, codes.start, codes.stop, codes.step, codes.name)
     if isinstance(codes, Permuted):
-        return Permuted(whole[0], codes.axes, codes.name)
-    return Reshaped(whole[0], codes.shape, codes.name) if isinstance(codes, Reshaped) else None
+        return Permuted(found[0], codes.axes, codes.name)
+    return Reshaped(found[0], codes.shape, codes.name) if isinstance(codes, Reshaped) else None
 
 
 def _parts(codes: Weight) -> Iterator[QuantisedPart]:

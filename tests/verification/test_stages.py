@@ -24,7 +24,7 @@ from enginewright.passes.quant_formats import quantise_rtn
 from enginewright.passes.unrounded import StoredMatrix, unrounded
 from enginewright.passes.weights import ConstantTensor
 from enginewright.recipes.recipe import load_recipe
-from enginewright.verification.matrices import rounding_error
+from enginewright.verification.matrices import BEYOND, rounding_error
 from enginewright.verification.pieces import one_of_each_kind
 from enginewright.verification.running import run_watched
 from enginewright.verification.stages import STRUCTURE
@@ -95,7 +95,8 @@ def stored(weight: torch.Tensor, form: str, search: str = "minmax") -> StoredMat
     ]
     node = next(iter(captured("llama").graph.nodes))
     assert parts[0] is not None
-    return StoredMatrix(node, "matrix", form, parts[0], parts[1], parts[2], ConstantTensor("weight", weight))
+    source = ConstantTensor("weight", weight)
+    return StoredMatrix(node, "matrix", form, parts[0], parts[1], parts[2], source, source)
 
 
 @pytest.mark.parametrize("search", ["minmax", "mse"])
@@ -108,7 +109,8 @@ def test_rounding_to_nearest_stays_within_half_a_step(form: str, search: str) ->
     for shift, scale in ((0.0, 1.0), (0.4, 0.01), (0.0, 1e-6), (3.0, 1e-4)):
         weight = shift + scale * torch.randn(24, 200, generator=generator)
         weight[3] = 0.0
-        assert rounding_error(stored(weight, form, search)).steps <= 0.55
+        found = rounding_error(stored(weight, form, search))
+        assert found.steps <= 0.55 and found.beyond <= BEYOND, (shift, scale)
 
 
 @pytest.mark.parametrize("form", ["int8_g32", "int4_g64", "int4_g32_zp", "int3_g64"])
@@ -120,6 +122,7 @@ def test_two_swapped_scales_of_a_large_matrix_stand_out(form: str) -> None:
     last = scales.shape[1] - 1
     scales[211, [0, last]] = scales[211, [last, 0]]
     found = rounding_error(matrix)
+    assert found.beyond > BEYOND and found.beyond_row == 211
     assert found.steps > 0.55 and found.row == 211 and found.group in (0, last)
 
 

@@ -30,7 +30,7 @@ from enginewright.passes.unrounded import StoredMatrix, stored_matrices, unround
 
 from .changed_nodes import NodeFound, first_changed
 from .compare import judge_logits
-from .matrices import limit_of, rounding_error
+from .matrices import BEYOND, limit_of, rounding_error
 from .pieces import LARGEST, MEDIAN, Pieces, one_of_each_kind
 from .running import run_watched
 from .stages import STATIC, STRUCTURE, Ties, static_scale_error
@@ -197,7 +197,8 @@ class _Bisecting:
             if program.stage < Stage.QUANTISED:
                 continue
             self.report(f"matrices after pass {name}")
-            bad, worst, count = [], (0.0, ""), 0
+            bad: list[NodeFound] = []
+            worst, widest, count = (0.0, ""), (0.0, ""), 0
             for matrix in stored_matrices(program):
                 if id(matrix.codes) in known and name != self.history[-1][0]:
                     continue
@@ -205,12 +206,14 @@ class _Bisecting:
                 count += 1
                 error = rounding_error(matrix, self.recipe.quantise.symmetric)
                 worst = max(worst, (error.steps, error.name))
-                if not error.steps <= limit:
-                    place = f"row {error.row}, group {error.group}: {error.steps:.3g} steps from its weights"
-                    bad.append(NodeFound.of(matrix.node, place, name=error.name))
-            if count and not self.note(
-                "rounding, steps", f"{name}: {count} matrices, {worst[1]}", worst[0], limit
-            ):
+                widest = max(widest, (error.beyond, error.name))
+                bad += [NodeFound.of(matrix.node, fault, name=error.name) for fault in error.faults(limit)]
+            if not count:
+                continue
+            told = f"{name}: {count} matrices"
+            good = self.note("rounding, steps from the weights", f"{told}, {worst[1]}", worst[0], limit)
+            good &= self.note("rounding, steps beyond the weights", f"{told}, {widest[1]}", widest[0], BEYOND)
+            if not good:
                 self.blame("rounding", name, bad)
                 return
         self._static_scales()

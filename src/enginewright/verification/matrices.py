@@ -1,9 +1,13 @@
 """Each stored matrix against the weights it stands for, group by group, in the steps that its format can take.
 
 A group's step is what its own values ask for: their span over the format's levels; of a float format, twice the largest error of
-rounding to nearest. Rounding to nearest leaves half a step at most, so does the search for the least squared error, whatever the
-weights are. GPTQ and ranges by output trade a group's own error for the output's. A scale of another group, a shifted offset, a
-permuted group are several steps, however little the logits say.
+rounding to nearest. Two figures of each group:
+
+- its root mean square error. Rounding to nearest leaves half a step at most, so does the search for the least squared error,
+  whatever the weights are. GPTQ and ranges by output trade a group's own error for the output's, and leave some steps;
+- how far its grid (what the codes can say) reaches beyond its own values. Every method chooses grids within them, GPTQ too.
+
+A scale of another group, a shifted offset, a permuted group are several steps, however little the logits say.
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ from enginewright.passes.unrounded import StoredMatrix
 from enginewright.recipes.formats import WeightFormat, parse_weight
 from enginewright.recipes.schema import Quantise
 
-__all__ = ["MatrixError", "limit_of", "rounding_error"]
+__all__ = ["BEYOND", "MatrixError", "limit_of", "rounding_error"]
 
-_NEAREST = 0.55  # half a step, and what scales and offsets in fp16 add to it
-_TRADED = 2.5  # GPTQ and ranges by output; at most 1.6 in any group of a good engine
+BEYOND = 0.75  # half a step where ranges are symmetric, and what scales and offsets in fp16 add to it
+_NEAREST = 0.55  # half a step, and the same
+_TRADED = 8.0  # GPTQ and ranges by output; at most 2.4 in any group of a good engine
 
 _UNIT = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4}
 """The largest relative error of rounding to a float format."""
@@ -32,12 +37,26 @@ _CHUNK = 8 << 20  # weights looked at together
 
 @dataclass(frozen=True)
 class MatrixError:
-    """The group of a matrix that is furthest from what it stands for: root mean square error, in steps."""
+    """The groups of a matrix that are furthest from what they stand for, in steps: by root mean square error, and by how far
+    the grid reaches beyond the group's values (0 for float formats and for a checkpoint's own integers, whose grids are free)."""
 
     name: str
     steps: float
     row: int
     group: int
+    beyond: float = 0.0
+    beyond_row: int = 0
+    beyond_group: int = 0
+
+    def faults(self, limit: float) -> list[str]:
+        """What leaves its limit, in words."""
+        found = []
+        if not self.steps <= limit:
+            found.append(f"row {self.row}, group {self.group}: {self.steps:.3g} steps from its weights")
+        if not self.beyond <= BEYOND:
+            place = f"row {self.beyond_row}, group {self.beyond_group}"
+            found.append(f"{place}: its grid reaches {self.beyond:.3g} steps beyond its weights")
+        return found
 
 
 def limit_of(quantise: Quantise) -> float:
@@ -50,40 +69,74 @@ def rounding_error(matrix: StoredMatrix, symmetric: bool = False) -> MatrixError
     form = parse_weight(matrix.weight_format)
     whole = matrix.dense()
     dense = whole.reshape(-1, whole.shape[-1])
-    source = matrix.source
+    source = matrix.rounded
     flat = len(source.shape) == 2 and streams_rows(source)
     every = None if flat else source.load().reshape(dense.shape)
-    step, worst = max(1, _CHUNK // dense.shape[1]), (-1.0, 0, 0)
+    tables = None
+    if form.kind != "float" and not matrix.is_kept and matrix.scales is not None:
+        parts = (matrix.scales, matrix.offsets)
+        tables = [None if part is None else part.load().reshape(len(dense), -1, 1) for part in parts]
+    step = max(1, _CHUNK // dense.shape[1])
+    worst, widest = (-1.0, 0, 0), (0.0, 0, 0)
     for start in range(0, len(dense), step):
-        rows = source.load_rows(start, start + step) if every is None else every[start : start + step]
-        error = _errors(dense[start : start + step], rows.float(), form, symmetric)
-        place = int(error.argmax())
-        row, group = divmod(place, error.shape[1])
-        worst = max(worst, (float(error.flatten()[place]), start + row, group))
-    return MatrixError(matrix.name, *worst)
+        here = slice(start, start + step)
+        rows = source.load_rows(here.start, here.stop) if every is None else every[here]
+        x, valid = grouped(rows.float(), form)
+        steps, low, high = _spans(x, valid, form, symmetric)
+        found, _ = grouped(dense[here], form)
+        error = torch.where(valid, (found - x) / steps, 0.0).square().sum(-1) / valid.sum(-1).clamp(min=1)
+        worst = max(worst, _largest(error.sqrt(), start))
+        if tables is not None:
+            scale, offset = (None if table is None else table[here] for table in tables)
+            assert scale is not None
+            first, last = _ends(scale, offset, form)
+            beyond = torch.maximum(low - first, last - high) - _coarseness(scale, offset, form)
+            widest = max(widest, _largest(beyond.div(steps)[..., 0], start))
+    return MatrixError(matrix.name, *worst, *widest)
 
 
-def _errors(stored: Tensor, wanted: Tensor, form: WeightFormat, symmetric: bool) -> Tensor:
-    """[rows, groups]: root mean square error of each group, in steps."""
-    x, valid = grouped(wanted, form)
-    found, _ = grouped(stored, form)
+def _largest(values: Tensor, first_row: int) -> tuple[float, int, int]:
+    """The largest of [rows, groups], with its row and group; what is no number is infinite."""
+    values = torch.nan_to_num(values, nan=torch.inf)
+    place = int(values.argmax())
+    row, group = divmod(place, values.shape[1])
+    return float(values.flatten()[place]), first_row + row, group
+
+
+def _ends(scale: Tensor, offset: Tensor | None, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """The least and the largest value that codes of each group can say."""
+    if offset is None:
+        return -127 * scale, 127 * scale
+    top = 2**form.bits - 1
+    if form.kind == "zero":
+        return -offset * scale, (top - offset) * scale
+    return offset, offset + top * scale
+
+
+def _coarseness(scale: Tensor, offset: Tensor | None, form: WeightFormat) -> Tensor | float:
+    """How far scales and offsets that are stored in fp16 may move a grid's ends: half a unit of their last place, or a whole one
+    where scales are below fp16's normal range, and rounded upwards."""
+    if not form.half_scales:
+        return 0.0
+    moved = form.levels * torch.maximum(scale * 2.0**-11, torch.full_like(scale, 2.0**-24))
+    if form.kind == "offset" and offset is not None:
+        moved = moved + torch.maximum(offset.abs() * 2.0**-11, torch.full_like(scale, 2.0**-24))
+    return moved
+
+
+def _spans(x: Tensor, valid: Tensor, form: WeightFormat, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each group [rows, groups, …]: a step (of a float format one for each weight), and where its values begin and end."""
     largest = x.abs().amax(-1, keepdim=True)
     if form.kind == "float":
-        unit = 2 * _UNIT[form.name]
         floor = largest * 2.0**-8 if form.name == "fp8" else torch.full_like(largest, 2.0**-24)
-        steps = torch.maximum(x.abs() * unit, floor).clamp(min=_TINY)
-    else:
-        if form.symmetric or symmetric:
-            span = 2 * largest
-        else:
-            low = torch.where(valid, x, torch.inf).amin(-1, keepdim=True)
-            high = torch.where(valid, x, -torch.inf).amax(-1, keepdim=True)
-            if form.kind == "zero":
-                low, high = low.clamp(max=0), high.clamp(min=0)
-            span = high - low
-        levels = 254 if form.symmetric else 2**form.bits - 1
-        steps = (span / levels).clamp(min=2.0**-24 if form.half_scales else _TINY)
-        if form.half_scales:
-            steps = torch.maximum(steps, largest * 2.0**-10)
-    error = torch.where(valid, (found - x) / steps, 0.0).square().sum(-1) / valid.sum(-1).clamp(min=1)
-    return torch.nan_to_num(error.sqrt(), nan=torch.inf)
+        return torch.maximum(x.abs() * 2 * _UNIT[form.name], floor).clamp(min=_TINY), -largest, largest
+    low, high = -largest, largest
+    if not (form.symmetric or symmetric):
+        low = torch.where(valid, x, torch.inf).amin(-1, keepdim=True)
+        high = torch.where(valid, x, -torch.inf).amax(-1, keepdim=True)
+        if form.kind == "zero":
+            low, high = low.clamp(max=0), high.clamp(min=0)
+    steps = ((high - low) / (254 if form.symmetric else 2**form.bits - 1)).clamp(
+        min=2.0**-24 if form.half_scales else _TINY
+    )
+    return torch.maximum(steps, largest * 2.0**-10) if form.half_scales else steps, low, high

@@ -6,7 +6,8 @@ cost a nat. So what lies between the two is looked at by itself, and what rounds
 | stage | what is compared | figure | limit |
 |---|---|---|---|
 | structure | the final Program with its rounding taken out, and the captured model | largest difference of a logit | 3e-5 |
-| rounding | each stored matrix, and the weights it stands for | largest error of a group, steps | 0.55; 2.5 |
+| rounding | each stored matrix, and the weights it stands for | largest error of a group, steps | 0.55; 8 |
+| rounding | the same | furthest that a group's grid reaches beyond its weights, steps | 0.75 |
 | rounding | the scale of each static activation, and what the samples ask for | how many times too large or small | 8 |
 | backend | one unit of each kind on the backend, and in the Program, from the same inputs | median of rows | 1e-5 |
 | backend | the same | largest | 0.05 |
@@ -43,7 +44,7 @@ from enginewright.runtime.engine import load
 
 from .figures import Array, band_edges
 from .goldens import tolerance
-from .matrices import limit_of, rounding_error
+from .matrices import BEYOND, limit_of, rounding_error
 from .pieces import LARGEST, MEDIAN, Compared, Pieces, one_of_each_kind
 from .running import run_watched
 
@@ -224,6 +225,7 @@ class _Seen:
         for matrix in stored_matrices(stages.final):
             self.matrices.setdefault(matrix.node, []).append(matrix)
         self.worst: tuple[float, str] = (0.0, "")
+        self.widest: tuple[float, str] = (0.0, "")
         self.static: tuple[float, str] = (0.0, "")
         self.known: set[int] = set()
         self.lengths = [len(tokens) for tokens in stages.samples]
@@ -236,6 +238,8 @@ class _Seen:
                 error = rounding_error(matrix, self.stages.recipe.quantise.symmetric)
                 where = f"{error.name}, row {error.row}, group {error.group}"
                 self.worst = max(self.worst, (error.steps, where))
+                where = f"{error.name}, row {error.beyond_row}, group {error.beyond_group}"
+                self.widest = max(self.widest, (error.beyond, where))
         ratio = static_scale_error(node, env, self.matrices.get(node, ()))
         if ratio is not None:
             self.static = max(self.static, (ratio, str(node.meta.get("module", ""))))
@@ -254,6 +258,8 @@ class _Seen:
             found.append(
                 StageCheck("rounding", figure, self.worst[0], limit_of(recipe.quantise), self.worst[1])
             )
+            figure = "furthest that a group's grid reaches beyond its weights, steps"
+            found.append(StageCheck("rounding", figure, self.widest[0], BEYOND, self.widest[1]))
         if self.static[1]:
             figure = "static activation scale, times too large or small"
             found.append(StageCheck("rounding", figure, self.static[0], STATIC, self.static[1]))
