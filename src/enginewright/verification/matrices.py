@@ -24,8 +24,8 @@ from enginewright.recipes.schema import Quantise
 
 __all__ = ["BEYOND", "MatrixError", "limit_of", "rounding_error"]
 
-BEYOND = 0.75  # half a step where ranges are symmetric, and what scales and offsets in fp16 add to it
-_NEAREST = 0.55  # half a step, and the same
+BEYOND = 0.1  # nothing but the rounding of numbers; under 1e-4 in any group of a good engine
+_NEAREST = 0.55  # half a step, and what scales and offsets in fp16 add to it
 _TRADED = 8.0  # GPTQ and ranges by output; at most 2.4 in any group of a good engine
 
 _UNIT = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4}
@@ -76,6 +76,8 @@ def rounding_error(matrix: StoredMatrix, symmetric: bool = False) -> MatrixError
     if form.kind != "float" and not matrix.is_kept and matrix.scales is not None:
         parts = (matrix.scales, matrix.offsets)
         tables = [None if part is None else part.load().reshape(len(dense), -1, 1) for part in parts]
+    # A whole zero point, or a symmetric range of an even number of codes, lies half a step off.
+    uneven = 0.5 if form.kind == "zero" or (symmetric and not form.symmetric) else 0.0
     step = max(1, _CHUNK // dense.shape[1])
     worst, widest = (-1.0, 0, 0), (0.0, 0, 0)
     for start in range(0, len(dense), step):
@@ -91,7 +93,7 @@ def rounding_error(matrix: StoredMatrix, symmetric: bool = False) -> MatrixError
             assert scale is not None
             first, last = _ends(scale, offset, form)
             beyond = torch.maximum(low - first, last - high) - _coarseness(scale, offset, form)
-            widest = max(widest, _largest(beyond.div(steps)[..., 0], start))
+            widest = max(widest, _largest(beyond.div(steps)[..., 0] - uneven, start))
     return MatrixError(matrix.name, *worst, *widest)
 
 

@@ -7,7 +7,7 @@ cost a nat. So what lies between the two is looked at by itself, and what rounds
 |---|---|---|---|
 | structure | the final Program with its rounding taken out, and the captured model | largest difference of a logit | 3e-5 |
 | rounding | each stored matrix, and the weights it stands for | largest error of a group, steps | 0.55; 8 |
-| rounding | the same | furthest that a group's grid reaches beyond its weights, steps | 0.75 |
+| rounding | the same | furthest that a group's grid reaches beyond its weights, steps | 0.1 |
 | rounding | the scale of each static activation, and what the samples ask for | how many times too large or small | 8 |
 | backend | one unit of each kind on the backend, and in the Program, from the same inputs | median of rows | 1e-5 |
 | backend | the same | largest | 0.05 |
