@@ -1,8 +1,9 @@
 """Real models through the interpreted network, against the Program: a mixed batch of five sequences after cached ones.
 
-Figures are shares of the largest logit. With what it computes kept in float32, a network agrees with the Program within 1e-5: all
-that is left is the order of sums (and with int4 the f16 of the correction for offsets: within 1e-3). With the rounding that its types state, it is held to 1e-3, or to three times what f16 costs
-the Program itself where that is more: rounding the inputs of products alone moves SmolLM2's logits by 1.4e-3.
+Figures are shares of the largest logit. With what it computes kept in float32, a network agrees with the Program within 1e-5:
+all that is left is the order of sums (and with int4 the f16 of the correction for offsets: within 1e-3). With the rounding that
+its types state, it is held to 1e-3, or to three times what f16 costs the Program itself where that is more: rounding the inputs
+of products alone moves SmolLM2's logits by 1.4e-3.
 
 Where activations are int8, too, thirty layers turn the last bit of a sum into another code, that into a hundred others, and the
 logits into what they are not: keys and values in f16 move the Program's own by a twentieth. So there a network is held to be as
