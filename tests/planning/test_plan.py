@@ -177,6 +177,12 @@ def test_this_machine_is_measured() -> None:
     assert set(found.rates) == {"int8", "bf16", "f32"} and min(found.rates.values()) > 1e8
 
 
+def test_this_machine_is_measured_for_another_backend(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    made = plan(write(tmp_path / "small", SMALL), "int4", backend="onnx")
+    assert made.device.measured and made.work is not None, made.refused
+
+
 def test_options_that_mean_nothing(tmp_path: Path) -> None:
     model = write(tmp_path / "small", SMALL)
     for arguments, words in (

@@ -186,13 +186,14 @@ def _adapted(recipe: Recipe, target: Backend | None) -> tuple[Recipe, list[Refus
 
 
 def _products(recipe: Recipe) -> list[tuple[str, str]]:
-    """Pairs of formats whose products are to be measured."""
+    """Pairs of formats whose products are to be measured: those that this processor's kernels compute, whatever the backend."""
+    here = get_backend("cpu").capabilities["activation_formats"]
     found = []
     asked: list[Any] = [recipe.linear, recipe.head, *recipe.overrides]
     for item in asked:
         if item.weight != "keep" and parse_weight(item.weight).name != "f16":
             activation = recipe.activation_of(item.weight, item.activation)
-            if activation not in ("f16", "int8_static"):
+            if activation != "int8_static" and activation in here.get(item.weight, ()):
                 found.append((item.weight, activation))
     return found
 
