@@ -78,6 +78,20 @@ def test_optimize_without_its_packages_says_what_to_install(missing: str):
     assert said.count("to do: pip install 'torch>=2.9' 'transformers>=5' gguf") == 2
 
 
+def test_an_engine_is_verified_without_torch_but_for_its_model(tmp_path: Path):
+    said = behind_the_wall(f"""
+        import sys
+        sys.meta_path.pop(0)
+        sys.modules["torch"] = None
+        from click.testing import CliRunner
+        from enginewright.cli import engine
+        result = CliRunner().invoke(engine, ["verify", {str(tmp_path)!r}, "--against", "models/x"])
+        print(result.exit_code, result.output)
+    """)
+    assert said.startswith("2") and "--against needs the package 'torch'" in said
+    assert "to do: pip install 'torch>=2.9' 'transformers>=5' gguf" in said
+
+
 def test_a_gguf_file_without_its_package_says_what_to_install(tmp_path: Path):
     pytest.importorskip("torch")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")

@@ -62,6 +62,8 @@ def verify_engine(
         raise InputError(
             "--calibration means nothing here", found="no --bisect", action="add --bisect, or leave it out"
         )
+    if against is not None:
+        _require_torch()
     earlier = None if baseline is None else read_baseline(Path(baseline))
     progress = progress or Progress()
     started = time.perf_counter()
@@ -94,6 +96,18 @@ def verify_engine(
             record.detail = report.bisection.kind or "nothing left its limit"
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _require_torch() -> None:
+    """Raise InputError unless a model can be captured here."""
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as missing:
+        raise InputError(
+            f"--against needs the package {missing.name or 'torch'!r}: the model answers in torch",
+            action="pip install 'torch>=2.9' 'transformers>=5' gguf sentencepiece protobuf, or leave --against out",
+        ) from missing
 
 
 def _damaged(path: str | os.PathLike[str], level: str, error: ArtifactError) -> EngineReport:
