@@ -66,6 +66,7 @@ def test_one_flipped_byte_anywhere_is_named(copy: Path, tmp_path: Path) -> None:
             assert result.exit_code == 1 and file.name in result.output, (file.name, place, result.output)
             suite = ElementTree.parse(tmp_path / "v.xml").getroot()[0]
             assert suite.get("failures") == "1" and next(suite.iter("failure")) is not None
+            assert "bisect" not in result.output, "no pass has changed the file"
         file.write_bytes(data)
     assert run(copy).exit_code == 0
 
@@ -140,7 +141,9 @@ def test_a_baseline_holds_quality_and_size(built: Path, tmp_path: Path) -> None:
     }
     for name, value in worse.items():
         result = held({name: value})
-        assert result.exit_code == 1 and f"{name} against the baseline" in result.output.split("error:")[1]
+        error = result.output.split("error:")[1]
+        assert result.exit_code == 1 and f"{name} against the baseline" in error
+        assert "since the baseline was written" in " ".join(error.split())
         assert held({name: value}, {name: 2.0}).exit_code == 0
     assert held({}, {"speed": 1.0}).exit_code == 2
     assert run(built, "--baseline", baseline).exit_code == 2

@@ -85,11 +85,21 @@ class EngineReport:
         """Raise VerificationError that names every failed check."""
         if self.passed:
             return
+        groups = {check.group for check in self.failures}
+        if groups == {"files"}:
+            action = None  # what was found says what to do
+        elif groups == {"baseline"}:
+            action = (
+                "see what has changed since the baseline was written; where it is to be so, write the baseline anew, or "
+                'allow more in its "allowed"'
+            )
+        else:
+            action = "build it again; `--against MODEL --bisect` names the pass or op at fault"
         raise VerificationError(
             f"the engine at {self.engine} did not verify: "
             + "; ".join(f"{check.name}: {check.found}" for check in self.failures),
             expected="; ".join(check.expected for check in self.failures if check.expected) or None,
-            action="build it again; `--against MODEL --bisect` names the pass or op at fault",
+            action=action,
         )
 
 
