@@ -69,7 +69,16 @@ def _rebuild(manifest: Mapping[str, Any], path: Path) -> str:
     model, recipe = manifest.get("model"), manifest.get("recipe")
     source = model.get("source") if isinstance(model, Mapping) else None
     name = recipe.get("name") if isinstance(recipe, Mapping) else None
-    return f"rebuild it: optimize {source or 'MODEL'} --recipe {name or 'RECIPE'} --output {path} --force"
+    words = f"optimize {source or 'MODEL'} --recipe {name or 'RECIPE'}"
+    if (backend := manifest.get("backend") or "cpu") != "cpu":
+        words += f" --backend {backend}"
+    if backend == "tensorrt":  # no other takes targets
+        words += f" --target {manifest.get('target') or 'TARGET'}"
+    onnx = recipe.get("onnx") if isinstance(recipe, Mapping) else None
+    flavour = onnx.get("flavour") if isinstance(onnx, Mapping) else None
+    if flavour not in (None, "plain"):
+        words += f" --set onnx.flavour={flavour}"
+    return f"rebuild it: {words} --output {path} --force"
 
 
 # -------------------------------------------------------------------------------------------------- reading

@@ -232,6 +232,27 @@ def test_another_backend_or_target_is_refused(tmp_path: Path) -> None:
         engine.require("tensorrt", ["x86_64"])
 
 
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        ({}, "--recipe int4-rtn --output"),
+        ({"backend": "onnx"}, "--recipe int4-rtn --backend onnx --output"),
+        ({"backend": "tensorrt", "target": "sm80,sm89"}, "--backend tensorrt --target sm80,sm89 --output"),
+        (
+            {"backend": "onnx", "recipe": {"name": "int8", "onnx": {"flavour": "genai"}}},
+            "--recipe int8 --backend onnx --set onnx.flavour=genai --output",
+        ),
+    ],
+)
+def test_an_engine_is_rebuilt_for_its_own_backend(
+    manifest: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    out = build(tmp_path / "engine", **manifest)
+    (out / "weights.bin").write_bytes(b"short")
+    with pytest.raises(ArtifactError, match=f"rebuild it: optimize smollm2 [^\n]*{words}"):
+        open_engine(out)
+
+
 def test_a_backend_refuses_an_engine_built_for_another_target(tmp_path: Path) -> None:
     engine = open_engine(build(tmp_path / "engine", target="a machine of tomorrow"))
     with pytest.raises(ArtifactError, match=r"built for another target[\s\S]*rebuild it"):
