@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ GPUS = {
 PLAN = "plan-{}.engine"
 CURRENT = "current"
 
+_LIKE_A_TARGET = re.compile(r"(?:sm|compute)[_-]?\d+|\d{1,2}\.?\d")
 _REASONS = {
     "sm90": "it builds for sm90 only where such a GPU is at hand, and lists it as no target of its own",
 }
@@ -88,10 +90,13 @@ def _check(target: str) -> None:
     lib = library()
     listed = ", ".join(f"{name} ({GPUS[name]})" if name in GPUS else name for name in taken)
     if target not in GPUS:
-        close = near_matches(f"sm{''.join(filter(str.isdigit, target))}", [*taken, *GPUS])
+        named = [name for name, gpus in GPUS.items() if target.upper() in gpus.upper().split(", ")]
+        close = [name for name in named if name in taken]
+        if _LIKE_A_TARGET.fullmatch(target):
+            close = near_matches(f"sm{''.join(filter(str.isdigit, target))}", taken)
         raise InputError(
             "there is no such target",
-            found=repr(target),
+            found=repr(target) + (f", which is {named[0]}" if named else ""),
             expected=listed,
             action=f"did you mean {close[0]}?" if close else None,
         )
