@@ -147,7 +147,8 @@ class ModelSource:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             self.tokenizer.save_pretrained(scratch)
             made = {name: Path(scratch) / name for name in _SAVED}
-            _tidy(made["tokenizer_config.json"], self.eos_token_ids)
+            inputs = list(self.tokenizer.model_input_names)
+            _tidy(made["tokenizer_config.json"], self.eos_token_ids, inputs)
             _require_same(made["tokenizer.json"], self.tokenizer, self.path)
             for file in sorted((Path(scratch) / _NAMED_TEMPLATES).glob("*.jinja")):
                 made[f"{_NAMED_TEMPLATES}/{file.name}"] = file
@@ -257,11 +258,16 @@ def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _tidy(file: Path, eos_token_ids: list[int]) -> None:
-    """Drop where the tokenizer came from, so that equal models give equal bytes; add the end ids."""
+def _tidy(file: Path, eos_token_ids: list[int], inputs: list[str]) -> None:
+    """Drop where the tokenizer came from, so that equal models give equal bytes; add the end ids.
+
+    A tokenizer of no model's own class gets the name that transformers 4 knows, too, and `inputs`, of which 4 assumes more.
+    """
     config = json.loads(file.read_text(encoding="utf-8"))
     kept = {key: value for key, value in config.items() if key not in _LOCAL_KEYS}
     kept["eos_token_ids"] = eos_token_ids
+    if kept.get("tokenizer_class") == "TokenizersBackend":
+        kept |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs}
     file.write_text(json.dumps(kept, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 

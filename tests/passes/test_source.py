@@ -69,6 +69,11 @@ def test_the_tokenizer_files_are_enough(tmp_path):
     )
     config = json.loads((out / "tokenizer_config.json").read_text())
     assert config["eos_token_ids"] == [7, 9, 258] and config["bos_token"] == "<s>"
+    # transformers 4 knows this class, and assumes token_type_ids beside these where nothing is said.
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]
+    again = AutoTokenizer.from_pretrained(out)
+    assert again("a b").keys() == source.tokenizer("a b").keys()
     assert str(tmp_path) not in (out / "tokenizer_config.json").read_text()
     text = "Two  spaces, ñ and 日本語\n"
     alone = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
