@@ -36,7 +36,10 @@ def _chosen(provider: str) -> list[str]:
         raise InputError("there is no such provider", found=repr(provider), expected=", ".join(PROVIDERS))
     found = onnxruntime.get_available_providers()
     if PROVIDERS[provider] not in found:
-        extra = "" if provider == "cpu" else ": pip install 'enginewright[onnx-gpu]' in place of onnxruntime"
+        extra = {
+            "cuda": ": pip install 'enginewright[onnx-gpu]' in place of onnxruntime",
+            "tensorrt-rtx": ", which the package onnxruntime-gpu is not",
+        }.get(provider, "")
         raise InputError(
             f"this onnxruntime has no {provider} provider",
             found=f"onnxruntime {onnxruntime.__version__} with {', '.join(found)}",
