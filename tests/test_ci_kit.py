@@ -49,7 +49,11 @@ def test_the_script_writes_a_baseline_and_holds_engines_to_it(tmp_path: Path) ->
     baseline.write_text(json.dumps(written))
     worse = run(tmp_path, folder("llama"), "int8")
     assert worse.returncode == 1 and "mean_kl against the baseline" in worse.stderr
-    assert run(tmp_path).returncode != 0
+
+
+def test_the_script_asks_for_a_model(tmp_path: Path) -> None:
+    asked = run(tmp_path)
+    assert asked.returncode == 2 and "which model?" in asked.stderr
 
 
 def test_the_workflow_is_one_that_runs_the_script() -> None:

@@ -14,7 +14,11 @@
 #
 # Exit code 0: verified, and no worse than the baseline allows. 1: not. 2: something given cannot be used.
 set -euo pipefail
-model=${1:?which model? verify_engine.sh MODEL [RECIPE [BASELINE]]}
+if [ $# -lt 1 ]; then
+    echo "which model? verify_engine.sh MODEL [RECIPE [BASELINE]]" >&2
+    exit 2
+fi
+model=$1
 recipe=${2:-int4}
 baseline=${3:-engine-baseline.json}
 out=${OUT:-build}
