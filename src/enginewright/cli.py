@@ -113,7 +113,7 @@ def _list_recipes(context: click.Context, _parameter: click.Parameter, wanted: b
     "--backend",
     default="cpu",
     show_default=True,
-    help="Where the engine will run: cpu, tensorrt or checkpoint.",
+    help="Where the engine will run: cpu, tensorrt, onnx or checkpoint.",
 )
 @click.option(
     "--target",
