@@ -21,7 +21,7 @@ from enginewright.cli import engine as command
 from enginewright.recipes.errors import ArtifactError, VerificationError
 from enginewright.recipes.recipe import load_recipe
 from enginewright.runtime import first_load
-from enginewright.verification.structure import tolerance
+from enginewright.verification.goldens import Kept, tolerance
 from tests.passes import architectures
 
 VOCAB = 50
@@ -77,6 +77,7 @@ def test_goldens_are_read_as_they_were_written(tmp_path: Path) -> None:
         lambda value: value.update(samples=[]),
         lambda value: value.update(largest=0.0),
         lambda value: value.update(tolerance=None),
+        lambda value: value.update(rounding=-1.0),
         lambda value: value["samples"][0].update(rows=[[1, [2], [3.0], 4.0]]),
         lambda value: value["samples"][0].update(rows=[[0, [2], [3.0, 1.0], 4.0]]),
         lambda value: value["samples"][0].update(rows=[]),
@@ -142,6 +143,32 @@ def test_what_lies_within_the_tolerance_passes_and_ties_are_excused() -> None:
 
     report = check_golden(tied, overtaken, VOCAB)
     assert report.top1 == 1.0 and not any("best token" in failure for failure in report.failures)
+
+
+def noisy(scale: float, seed: int) -> Any:
+    """`answers` as a run gives them whose roundings fell otherwise: every logit moved by its own noise."""
+
+    def logits(sequences: Any, chunk: int | None = None) -> list[np.ndarray]:
+        rng = np.random.default_rng([seed, chunk or 0])
+        return [rows + rng.normal(0, scale, rows.shape).astype(np.float32) for rows in answers(sequences)]
+
+    return logits
+
+
+def test_integers_may_round_otherwise_but_not_by_more_than_rounding_costs() -> None:
+    kept = Kept()
+    for tokens, source, own in zip(SAMPLES, noisy(0.3, 1)(SAMPLES), answers(SAMPLES), strict=True):
+        kept.add(tokens, source, own)
+    assert 0.01 < kept.divergence < 0.2
+    strict = replace(golden_of(SAMPLES), max_perplexity_ratio=None)
+    golden = replace(strict, rounding=kept.divergence)
+    again = noisy(0.3, 2)  # as far from the Program as the source is, in other places
+    assert not check_golden(strict, again, VOCAB).passed
+    report = check_golden(golden, again, VOCAB)
+    assert report.passed and report.logit_error > 3 * golden.tolerance
+    assert 0.5 * kept.divergence < report.divergence < 2 * kept.divergence
+    for fault in (noisy(0.9, 2), wrong(3, 0, -20.0, chunk=1), wrong(0, 0, float("nan"))):
+        assert not check_golden(golden, fault, VOCAB).passed
 
 
 def test_another_model_s_goldens_are_refused() -> None:

@@ -30,8 +30,9 @@ from enginewright.passes.unrounded import StoredMatrix, stored_matrices, unround
 
 from .changed_nodes import NodeFound, first_changed
 from .compare import judge_logits
+from .goldens import tolerance
 from .matrices import BEYOND, limit_of, rounding_error
-from .pieces import LARGEST, MEDIAN, Pieces, one_of_each_kind
+from .pieces import Pieces, one_of_each_kind
 from .running import run_watched
 from .stages import STATIC, STRUCTURE, Ties, static_scale_error
 
@@ -153,6 +154,7 @@ class _Bisecting:
         self.history, self.target, self.recipe, self.manifest = history, target, recipe, manifest
         self.sample, self.engine, self.report = sample, engine, report
         self.final = history[-1][1]
+        self._least = 1e-4 if recipe.compute in ("auto", "f32") else tolerance(recipe)
         self.result = Bisection(sample=len(sample))
         self.judged = judge_logits(history[0][1], sample)
         self.top = max(float(np.abs(self.judged).max()), 1e-30)
@@ -262,13 +264,13 @@ class _Bisecting:
                 for unit in batch:
                     self.report(named(unit.node))
                     found = self.pieces.compare(unit, values, self.sample)
-                    good = self.note(
+                    self.note(
                         "ops on the backend, from the program's values",
                         named(unit.node),
                         found.median,
-                        MEDIAN,
+                        found.limit,
                     )
-                    if not good or not found.largest <= LARGEST:
+                    if not found.passed:
                         says = f"differs by {found.median:.2g} of its largest value (median of positions {found.first} to "
                         says += f"{found.last - 1}; the worst row by {found.largest:.2g})"
                         self.blame("op", named(unit.node), [NodeFound.of(unit.node, says)])
@@ -285,7 +287,10 @@ class _Bisecting:
         top = max(float(np.abs(wanted).max()), 1e-30)
         error = float(np.nan_to_num(np.abs(found - wanted), nan=np.inf).max()) / top
         if self.note(
-            "ops on the backend, from the program's values", "rows looked up and chosen", error, MEDIAN
+            "ops on the backend, from the program's values",
+            "rows looked up and chosen",
+            error,
+            self.pieces.limit,
         ):
             return True
         chosen = next(n for n in self.final.graph.nodes if is_call(n, OPS["select_rows"]))
@@ -351,7 +356,7 @@ class _Bisecting:
         error = np.nan_to_num(np.abs(found - wanted), nan=np.inf).max(-1) / top
         exact = np.concatenate([self._exact[node.name].numpy() for node in unit.outputs], -1)
         cost = np.abs(wanted[:, : exact.shape[1]] - exact).max(-1) / top
-        limit = max(1e-4, 2 * float(np.median(cost)))
+        limit = max(self._least, 2 * float(np.median(cost)))
         step = "the program from its tokens on, on the backend"
         return self.note(step, named(unit.node), float(np.median(error)), limit)
 
@@ -376,7 +381,7 @@ class _Bisecting:
             own = run_watched(self.final, [self.sample])[0].numpy()
             error = np.nan_to_num(np.abs(served - own), nan=np.inf).max(-1) / self.top
             cost = np.abs(own - self.judged).max(-1) / self.top
-            limit = max(1e-4, 2 * float(np.median(cost)))
+            limit = max(self._least, 2 * float(np.median(cost)))
             good = self.note(step, "logits, and those of the program", float(np.median(error)), limit)
         if not good:
             self.blame("engine", "the engine")

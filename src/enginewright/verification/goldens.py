@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from enginewright.backends.golden import Golden, GoldenSample, Identity, golden_sample, logsumexp
+from enginewright.backends.golden import Golden, GoldenSample, Identity, divergence, golden_sample, logsumexp
 
 if TYPE_CHECKING:
     from enginewright.recipes.recipe import Recipe
 
-__all__ = ["Kept", "tolerance"]
+__all__ = ["Beginning", "Kept", "tolerance"]
 
 _MOST_TOKENS = 1200  # of a golden sample: a window up to that is crossed, and the file stays small
 _INTERPRETED = 24  # tokens of a sample that are interpreted
@@ -33,10 +33,22 @@ def tolerance(recipe: Recipe) -> float:
     times the format's step, over a model's layers. Integer activations go the other way where a value lies on the edge
     between two codes, which costs more. A wrong page, mask, scale or layout is off by a tenth and more.
     """
+    return _COMPUTE[recipe.compute] + (_INTEGERS if integer_activations(recipe) else 0.0)
+
+
+def integer_activations(recipe: Recipe) -> bool:
+    """Whether some product rounds its activations to integers."""
     chosen = [(m.weight, m.activation) for m in (recipe.linear, recipe.head)]
     chosen += [(override.weight, override.activation) for override in recipe.overrides]
-    integers = any(recipe.activation_of(*formats).startswith("int") for formats in chosen)
-    return _COMPUTE[recipe.compute] + (_INTEGERS if integers else 0.0)
+    return any(recipe.activation_of(*formats).startswith("int") for formats in chosen)
+
+
+class Beginning(NamedTuple):
+    """The first tokens of a sample, and the logits [T, vocab] of the judge and of the engine."""
+
+    tokens: list[int]
+    judged: Floats
+    logits: Floats
 
 
 class Kept:
@@ -44,9 +56,10 @@ class Kept:
 
     def __init__(self) -> None:
         self.samples: list[GoldenSample] = []
-        self.beginnings: list[tuple[list[int], Floats]] = []
+        self.beginnings: list[Beginning] = []
         self.largest = 0.0
         self._loss, self._scored = 0.0, 0
+        self._diverged = 0.0
         self._bits = hashlib.sha256()
 
     def add(self, tokens: list[int], reference: Floats, logits: Floats) -> None:
@@ -55,7 +68,9 @@ class Kept:
         logits = logits[: len(tokens)]
         self._bits.update(np.ascontiguousarray(logits, np.float32).data)
         self.samples.append(golden_sample(tokens, logits))
-        self.beginnings.append((tokens[:_INTERPRETED], logits[:_INTERPRETED].copy()))
+        self._diverged += sum(divergence(row, reference[row.row]) for row in self.samples[-1].rows)
+        begin = slice(_INTERPRETED)
+        self.beginnings.append(Beginning(tokens[begin], reference[begin].copy(), logits[begin].copy()))
         self.largest = float(np.maximum(self.largest, np.abs(logits).max()))
         for row, target in zip(reference, tokens[1:], strict=False):
             wide = row.astype(np.float64)
@@ -66,8 +81,20 @@ class Kept:
     def source_perplexity(self) -> float:
         return math.exp(min(self._loss / max(self._scored, 1), 700.0))
 
-    def golden(self, allowed: float, limits: Mapping[str, float], identity: Identity | None = None) -> Golden:
-        """The goldens, with what a deviation may be. `identity`: of what computed them, where it always gives the same bits."""
+    @property
+    def divergence(self) -> float:
+        """The mean divergence of the judge from what answered, at the kept rows."""
+        return self._diverged / max(sum(len(sample.rows) for sample in self.samples), 1)
+
+    def golden(
+        self,
+        allowed: float,
+        limits: Mapping[str, float],
+        identity: Identity | None = None,
+        rounding: float | None = None,
+    ) -> Golden:
+        """The goldens, with what a deviation may be. `identity`: of what computed them, where it always gives the same bits;
+        `rounding`: as Golden has it."""
         return Golden(
             tuple(self.samples),
             self.largest,
@@ -75,4 +102,5 @@ class Kept:
             self.source_perplexity,
             limits.get("max_perplexity_ratio"),
             None if identity is None else {**identity, "sha256": self._bits.hexdigest()},
+            rounding,
         )

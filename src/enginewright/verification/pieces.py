@@ -31,10 +31,13 @@ if TYPE_CHECKING:
     from enginewright.backends.base import Backend, Executor
     from enginewright.recipes.recipe import Recipe
 
-__all__ = ["LARGEST", "MEDIAN", "Compared", "Pieces", "one_of_each_kind"]
+__all__ = ["LARGEST", "Compared", "Pieces", "one_of_each_kind"]
 
-MEDIAN = 1e-5  # of the rows of a unit; at most 4e-7 in any unit of a good engine
+MEDIAN = 1e-5  # of the rows of a unit; at most 2e-6 in any unit of a good engine that computes in f32
 LARGEST = 0.05  # of a row that a tie has tipped
+_STEPS = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half a step of a format, relative
+_OF_A_STEP = 4.0  # of a good engine at most 1.4
+_INFINITE = 1e30  # what some kernels take for an infinity
 
 Floats = npt.NDArray[np.float32]
 
@@ -47,7 +50,8 @@ _WIDE = 1 << 23  # numbers of a result that are compared at most
 class Compared:
     """How a piece's result differs, as a share of its largest value.
 
-    `median`: of the rows' largest differences, in the band of positions [first, last) where that is largest; `largest`: of all.
+    `median`: of the rows' largest differences, in the band of positions [first, last) where that is largest; `largest`: of all;
+    `limit`: of `median`.
     """
 
     unit: Unit
@@ -55,6 +59,11 @@ class Compared:
     largest: float
     first: int
     last: int
+    limit: float = MEDIAN
+
+    @property
+    def passed(self) -> bool:
+        return self.median <= self.limit and self.largest <= LARGEST
 
 
 def one_of_each_kind(program: Program) -> list[Unit]:
@@ -66,9 +75,11 @@ def one_of_each_kind(program: Program) -> list[Unit]:
 
 
 class Pieces:
-    """Compares pieces of `program` as a backend computes them with the Program itself.
+    """Compares pieces of `program` as a backend computes them with the Program itself: run, or where the backend can say what
+    its lowered form means (`Backend.rehearse`), interpreted.
 
-    `manifest` is the engine's, without its files. `windows` are those of the KV groups.
+    `manifest` is the engine's, without its files. `windows` are those of the KV groups. `limit` is that of a unit's median: half
+    a step of the format in which the backend keeps what lies between products, four times.
     """
 
     def __init__(
@@ -76,6 +87,14 @@ class Pieces:
     ) -> None:
         self.program, self.target, self.recipe, self.manifest = program, target, recipe, manifest
         self.windows = [group.window for group in program.facts.kv_groups]
+        self.limit = max(MEDIAN, _OF_A_STEP * _STEPS.get(recipe.compute, 0.0))
+        cache = 0.0 if target.exact else _STEPS.get(recipe.kv_cache.format, 0.0)
+        self._attention = max(
+            self.limit, _OF_A_STEP * cache
+        )  # attention's inputs are rounded to what the cache holds
+
+    def limit_of(self, unit: Unit) -> float:
+        return self._attention if unit.op == "ew::paged_attention" else self.limit
 
     def compare(self, unit: Unit, values: Mapping[fx.Node, Tensor], tokens: Sequence[int]) -> Compared:
         """One unit, from the values [rows, …] of its inputs; `tokens` are those of the rows."""
@@ -88,7 +107,7 @@ class Pieces:
         found, wanted, rows = self.run(cut, ids)
         if unit.op == "aten::topk":  # which come first among equals, or unsorted, is nobody's promise
             found, wanted = np.sort(found, -1), np.sort(wanted, -1)
-        return Compared(unit, *self._difference(found, wanted, rows))
+        return Compared(unit, *self._difference(found, wanted, rows), self.limit_of(unit))
 
     def run(
         self, cut: Program, ids: Sequence[int], rows: Sequence[int] | None = None
@@ -98,23 +117,32 @@ class Pieces:
         rows = rows or sorted({round(i) for i in np.linspace(0, len(ids) - 1, most)})
         wanted = run_watched(cut, [ids], [rows])[0].numpy()
         with tempfile.TemporaryDirectory(prefix="enginewright-") as folder:
-            self.target.lower(cut, self.recipe, Path(folder))
-            model = {**self.manifest["model"], "vocab_size": cut.facts.vocab_size}
-            files: dict[str, dict[str, Any]] = {
-                path.relative_to(folder).as_posix(): {} for path in Path(folder).rglob("*") if path.is_file()
-            }
-            made = Artifact(Path(folder), {**self.manifest, "model": model, "files": files})
-            executor = self.target.load(made, max_tokens=64)
+            executor = self._executor(cut, Path(folder))
             try:
                 found = _in_chunks(executor, ids, rows)
             finally:
                 executor.close()
         return found, wanted, rows
 
+    def _executor(self, cut: Program, folder: Path) -> Executor:
+        """What computes `cut`: the backend's interpreter where it has one, else what it lowers into `folder`."""
+        model = {**self.manifest["model"], "vocab_size": cut.facts.vocab_size}
+        manifest = {**self.manifest, "model": model}
+        if not self.target.exact:
+            interpreter = self.target.rehearse(cut, self.recipe, Artifact(folder, {**manifest, "files": {}}))
+            if interpreter is not None:
+                return interpreter
+        self.target.lower(cut, self.recipe, folder)
+        files: dict[str, dict[str, Any]] = {
+            path.relative_to(folder).as_posix(): {} for path in folder.rglob("*") if path.is_file()
+        }
+        return self.target.load(Artifact(folder, {**manifest, "files": files}), max_tokens=64)
+
     def _difference(
         self, found: Floats, wanted: Floats, rows: Sequence[int]
     ) -> tuple[float, float, int, int]:
-        finite = wanted[np.isfinite(wanted)]
+        found, wanted = (np.clip(values, -_INFINITE, _INFINITE) for values in (found, wanted))
+        finite = wanted[np.abs(wanted) < _INFINITE]
         top = max(float(np.abs(finite).max()) if finite.size else 0.0, 1e-30)
         with np.errstate(invalid="ignore"):
             error = np.where(found == wanted, 0.0, np.abs(found.astype(np.float64) - wanted)).max(-1) / top

@@ -9,11 +9,12 @@ cost a nat. So what lies between the two is looked at by itself, and what rounds
 | rounding | each stored matrix, and the weights it stands for | largest error of a group, steps | 0.55; 8 |
 | rounding | the same | furthest that a group's grid reaches beyond its weights, steps | 0.1 |
 | rounding | the scale of each static activation, and what the samples ask for | how many times too large or small | 8 |
-| backend | one unit of each kind on the backend, and in the Program, from the same inputs | median of rows | 1e-5 |
+| backend | one unit of each kind on the backend, and in the Program, from the same inputs | median of rows | 1e-5; by pieces.py |
 | backend | the same | largest | 0.05 |
 | engine | the engine through the runtime, and the final Program | median of rows, by band | 1e-4, or twice what rounding costs |
 
-Where a backend computes in f16 or bf16 between products, `engine` has the tolerance of goldens.py instead of 1e-4.
+Where a backend computes in f16 or bf16 between products, `backend` has some steps of that format and `engine` the tolerance of
+goldens.py, instead of 1e-5 and 1e-4.
 
 Differences are shares of the largest logit, or value. passes/unrounded.py takes the rounding out, matrices.py measures matrices,
 pieces.py runs units. Experts that are chosen by a hair's breadth may be chosen otherwise after a sum in another order: the rows
@@ -45,7 +46,7 @@ from enginewright.runtime.engine import load
 from .figures import Array, band_edges
 from .goldens import tolerance
 from .matrices import BEYOND, limit_of, rounding_error
-from .pieces import LARGEST, MEDIAN, Compared, Pieces, one_of_each_kind
+from .pieces import LARGEST, Compared, Pieces, one_of_each_kind
 from .running import run_watched
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Stages:
         report("structure")
         found = [self._structure()]
         report("rounding and the final program")
-        kinds = one_of_each_kind(self.final) if self._runs_pieces else []
+        kinds = one_of_each_kind(self.final) if self.target.serves else []
         seen = _Seen(self, kinds)
         logits = run_watched(self.final, self.samples, self.rows, before=seen.before, after=seen.after)
         found += seen.rounding()
@@ -151,11 +152,6 @@ class Stages:
                 return engine.logits([list(tokens)])[0]
 
         return logits
-
-    @property
-    def _runs_pieces(self) -> bool:
-        """Whether lowering a unit is quick enough to do it in every build, and exact enough to tell something."""
-        return self.target.serves and self.target.exact
 
     def _structure(self) -> StageCheck:
         ties = Ties(self.samples, self.rows)
@@ -205,11 +201,13 @@ class Stages:
 
 def backend_checks(compared: Sequence[Compared]) -> list[StageCheck]:
     """The two figures of units that were compared, each of the worst."""
-    median = max(compared, key=lambda one: one.median)
+    median = max(compared, key=lambda one: one.median / one.limit)
     largest = max(compared, key=lambda one: one.largest)
     band = f"{named(median.unit.node)}, positions {median.first} to {median.last - 1}"
     return [
-        StageCheck("backend", f"median error of {len(compared)} kinds of ops", median.median, MEDIAN, band),
+        StageCheck(
+            "backend", f"median error of {len(compared)} kinds of ops", median.median, median.limit, band
+        ),
         StageCheck("backend", "largest error of an op", largest.largest, LARGEST, named(largest.unit.node)),
     ]
 

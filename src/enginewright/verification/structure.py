@@ -21,13 +21,13 @@ import numpy.typing as npt
 
 from enginewright.backends.artifact import Artifact
 from enginewright.backends.base import Executor
-from enginewright.backends.golden import write_golden
+from enginewright.backends.golden import OF_ROUNDING, divergence, golden_sample, write_golden
 from enginewright.backends.reference.executor import ReferenceExecutor
 from enginewright.runtime.engine import Engine
 
 from .compare import Report, verify
 from .figures import Verification
-from .goldens import Kept, tolerance
+from .goldens import Beginning, Kept, integer_activations, tolerance
 
 if TYPE_CHECKING:
     from enginewright.backends.base import Backend
@@ -53,6 +53,7 @@ def verify_structure(
 ) -> Verification:
     """Hold the final `program` to `judge`, and what `target` wrote to the program; write golden.json beside it."""
     allowed = tolerance(recipe)
+    integers = integer_activations(recipe)
     kept = Kept()
     page_size = recipe.kv_cache.tokens_a_page(program.facts.max_context)
     reference = ReferenceExecutor(program, page_size=page_size)
@@ -60,7 +61,8 @@ def verify_structure(
         verification = verify(
             engine, judge, limits, demand_invariance=False, report=report, witness=kept.add, stages=stages
         )
-    golden = kept.golden(allowed, limits)
+    own = kept.divergence if integers and kept.divergence > 0 else None
+    golden = kept.golden(allowed, limits, rounding=own)
     write_golden(golden, artifact.path)
     report("what was lowered, interpreted")
     interpreted, failures = None, []
@@ -68,10 +70,15 @@ def verify_structure(
     if executor is not None:
         with _engine(artifact, executor) as engine:
             interpreted = _interpret(engine, kept.beginnings, kept.largest)
-        if not interpreted["relative_logit_error"] <= allowed:
+        error, off, cost = (interpreted[key] for key in ("relative_logit_error", "divergence", "rounding"))
+        if not (error <= allowed or (integers and off <= OF_ROUNDING * cost)):
             failures.append(
-                f"what was lowered is off by {interpreted['relative_logit_error']:.3g} of the largest logit when it is "
-                f"interpreted, the limit is {allowed:g}"
+                f"what was lowered is off by {error:.3g} of the largest logit when it is interpreted, the limit is {allowed:g}"
+                + (
+                    f"; it diverges by {off:.3g} nats, rounding alone by {cost:.3g}, the limit is twice that"
+                    if integers
+                    else ""
+                )
             )
     return verification.as_structure_only({**golden.counts, "tolerance": allowed}, interpreted, failures)
 
@@ -81,16 +88,25 @@ def _engine(artifact: Artifact, executor: Executor) -> Engine:
     return Engine(artifact, executor, cache_tokens=window + 4096, max_sequences=8)
 
 
-def _interpret(
-    engine: Engine, beginnings: Sequence[tuple[list[int], Floats]], largest: float
-) -> dict[str, Any]:
-    """Figures of `engine` beside the Program's logits: the texts together in chunks, and their first tokens one by one."""
-    error, rows = 0.0, 0
-    texts = [tokens for tokens, _ in beginnings]
+def _interpret(engine: Engine, beginnings: Sequence[Beginning], largest: float) -> dict[str, Any]:
+    """Figures of `engine` beside the Program's logits: the texts together in chunks, and their first tokens one by one.
+
+    `divergence`: of its answers from the Program's, in nats; `rounding`: of the judge's at the same rows.
+    """
+    error, off, cost, rows = 0.0, 0.0, 0.0, 0
+    texts = [begin.tokens for begin in beginnings]
     few = [tokens[:5] for tokens in texts]
     for found in (engine.logits(texts, chunk_size=7), engine.logits(few, chunk_size=1)):
-        for logits, (_, wanted) in zip(found, beginnings, strict=True):
-            off = np.abs(logits.astype(np.float64) - wanted[: len(logits)]).max()
-            error = float(np.maximum(error, off / largest))
+        for logits, begin in zip(found, beginnings, strict=True):
+            wanted = begin.logits[: len(logits)]
+            error = float(np.maximum(error, np.abs(logits.astype(np.float64) - wanted).max() / largest))
+            for row in golden_sample(begin.tokens[: len(logits)], wanted, every=True).rows:
+                off += divergence(row, logits[row.row])
+                cost += divergence(row, begin.judged[row.row])
             rows += len(logits)
-    return {"rows": rows, "relative_logit_error": error if math.isfinite(error) else math.inf}
+    figures = {"relative_logit_error": error, "divergence": off / rows, "rounding": cost / rows}
+    return {"rows": rows, **{key: _number(value) for key, value in figures.items()}}
+
+
+def _number(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
