@@ -23,11 +23,13 @@ SECTIONS = [
     "Verification",
     "Figures",
     "Divergence by position",
+    "Error by layer",
     "Sizes",
     "Memory to serve it",
     "Passes",
+    "The first layer, before and after",
+    "Provenance",
 ]
-SECTIONS += ["The first layer, before and after", "Provenance"]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,9 @@ def test_both_commands_write_the_page(built: Path) -> None:
         assert "<script" not in text and not re.search(r"(src|href)=|url\(", text)
         assert manifest["manifest_sha256"] in text and "preemption" in text
         assert f"{manifest['verification']['mean_kl']:.4g}" in text
+        chart = text.split('aria-label="error by layer"')[1].split("</svg>")[0]
+        for name, error in manifest["verification"]["matrices"].items():
+            assert f"<title>{name}: {error:.4g}</title>" in chart
     assert "every file is what was built" in (built / "verify.html").read_text()
 
 

@@ -298,6 +298,9 @@ def verification_table(verification: dict[str, Any]) -> Table:
     row("99.9th percentile of KL", figure("p999_kl", ".3g"))
     ties = f" ({verification['ties']} ties excused)" if verification["ties"] else ""
     row("top-1 agreement", f"{verification['top1_agreement']:.2%}{ties}", "min_top1", "≥")
+    if verification.get("greedy_agreement") is not None:
+        of = f" of {verification['greedy_tokens']} tokens"
+        row("greedy agreement", f"{verification['greedy_agreement']:.2%}{of}")
     perplexity = f"{figure('perplexity', '.3f')} / {figure('reference_perplexity', '.3f')}"
     row("perplexity ratio", f"{figure('perplexity_ratio', '.4f')} ({perplexity})", "max_perplexity_ratio")
     if verification["invariant"] is not None:

@@ -29,6 +29,7 @@ _FIGURES = (
     ("p999_kl", "99.9th percentile of KL, nats", ".4g"),
     ("top1_agreement", "top-1 agreement", ".2%"),
     ("top5_agreement", "top-5 agreement", ".2%"),
+    ("greedy_agreement", "greedy tokens that the source would choose", ".2%"),
     ("perplexity", "perplexity", ".4f"),
     ("reference_perplexity", "perplexity of the source model", ".4f"),
     ("perplexity_ratio", "ratio", ".4f"),
@@ -166,8 +167,8 @@ def _layers(
     errors = manifest.get("calibration", {}).get("quantise", {}).get("relative_errors", {})
     if errors:
         return "Relative error of each rounded matrix on the calibration's inputs.", list(errors.items())
-    stages = manifest["verification"].get("matrices", {})
-    return "Relative error of each matrix as stored against the weight it stands for.", list(stages.items())
+    matrices = manifest["verification"].get("matrices", {})
+    return "Relative error of each matrix as stored against the weight it stands for.", list(matrices.items())
 
 
 def _provenance(manifest: Mapping[str, Any], build: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -114,6 +114,10 @@ def checks_of(verification: Mapping[str, Any]) -> list[Check]:
         within = value is not None and (value >= limit if sign == "≥" else value <= limit)
         shown = "not finite" if value is None else format(value, form)
         found.append(Check("figures", words, within, shown, f"{sign} {limit:g}"))
+    if verification.get("greedy_agreement") is not None and "max_logit_error" in limits:
+        agreed = verification["greedy_agreement"]
+        told = f"{agreed:.2%} of {verification['greedy_tokens']}"
+        found.append(Check("figures", "greedy tokens are the source's, or tied", agreed == 1, told, "all"))
     finite = [failure for failure in verification["failures"] if "not finite" in failure]
     found.append(Check("figures", "logits are finite", not finite, "; ".join(finite) or "all of them"))
     odd = [failure for failure in verification["failures"] if failure.startswith("positions ")]

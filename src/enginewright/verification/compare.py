@@ -4,6 +4,8 @@ The judge is the captured Program before any pass has touched it, run in fp32 wi
 so that a model that does not fit in memory twice is still judged. The engine answers through the runtime: paged cache,
 chunked prefill, several sequences a step. Both see the same tokens (teacher forcing); figures.py says what is measured.
 
+greedy.py asks the judge about what the engine says by itself.
+
 A backend that is `exact` must moreover give the same bits however requests are scheduled: logits of every sample alone and in
 small chunks are those of all samples together, and schedules.py serves requests in every way that there is.
 """
@@ -11,13 +13,14 @@ small chunks are those of all samples together, and schedules.py serves requests
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from enginewright.runtime.engine import Engine
 
 from .figures import Array, Figures, Verification
+from .greedy import GreedyFigures, compare_greedy
 from .samples import sample_tokens, text_tokens
 from .schedules import compare_schedules
 
@@ -74,19 +77,27 @@ def verify(
             witness(tokens, reference, logits)
         if stages is not None:
             stages.add(reference, logits)
-    schedules = []
-    if demand_invariance and isinstance(engine, Engine) and all(figures.finite.values()):
+    schedules: list[dict[str, Any]] = []
+    greedy: GreedyFigures | None = None
+    if isinstance(engine, Engine) and all(figures.finite.values()) and engine.max_context > 4:
         stream = text_tokens(encode, engine.vocab_size, _SERVED_TOKENS)
-        schedules = compare_schedules(engine, stream, report)
-        invariant = bool(invariant) and all(way["same"] for way in schedules)
+        report("greedy answers")
+        greedy = compare_greedy(
+            engine, lambda tokens: judge_logits(judge, tokens), stream, limits.get("max_logit_error")
+        )
+        if demand_invariance:
+            schedules = compare_schedules(engine, stream, report)
+            invariant = bool(invariant) and all(way["same"] for way in schedules)
     return figures.verdict(
         len(samples),
         limits,
         invariant=invariant,
+        greedy=greedy,
         schedules=schedules,
         windows=windows,
         crosses_window=max(map(len, samples)) > window if window else None,
         stages=[] if stages is None else stages.checks(report),
+        matrices=None if stages is None else stages.relative_errors,
     )
 
 

@@ -6,6 +6,8 @@
   whose two best reference logits lie closer than twice that bound is a tie: it is excused, and counted in `ties`. (Twice
   the *measured* error would excuse every difference, since a flip needs no more; so a recipe without a bound excuses none);
 - `top5_agreement`: how many of a position's five most likely tokens are among the other's five, as a share;
+- `greedy_agreement`: of the tokens that the engine chooses by itself, greedily, the share that the source would choose after the
+  same ones; ties as for `top1_agreement`, and where the recipe bounds the logit error nothing else may differ;
 - `perplexity_ratio`: the engine's perplexity on the sample text over the source's;
 - `bands`: divergence and agreement by position in the sequence. A fault of the second page, of a window's edge or of a chunk
   begins at a position and spares what is before it: a band that stands out from the whole is a failure of its own.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ from enginewright.runtime.first_load import STRUCTURE_ONLY
 
 if TYPE_CHECKING:
     from .bisection import Bisection
+    from .greedy import GreedyFigures
     from .stages import StageCheck
 
 __all__ = ["Band", "Figures", "Verification", "band_edges"]
@@ -60,6 +63,8 @@ class Verification:
     way. `crosses_window`: whether a sample was longer than the widest window (None: no layer has one). A very wide window over a
     large vocabulary is not crossed, to bound the memory that the logits take. `limits` and `failures` make the verdict.
 
+    `matrices`: ‖Ŵ - W‖ / ‖W‖ of each stored matrix, where the stages were run.
+
     Where the engine could not run, the figures are the final Program's (structure.py): `golden` counts what is checked at the
     engine's first load, and `interpreted` has the figures of what was lowered, if it could be interpreted.
     """
@@ -85,6 +90,9 @@ class Verification:
     golden: dict[str, Any] | None = None
     interpreted: dict[str, Any] | None = None
     stages: list[dict[str, Any]] = field(default_factory=list)
+    matrices: dict[str, float] = field(default_factory=dict)
+    greedy_tokens: int = 0
+    greedy_agreement: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -211,10 +219,12 @@ class Figures:
         limits: dict[str, float],
         *,
         invariant: bool | None = None,
+        greedy: GreedyFigures | None = None,
         schedules: Sequence[dict[str, Any]] = (),
         windows: Sequence[int] = (),
         crosses_window: bool | None = None,
         stages: Sequence[StageCheck] = (),
+        matrices: Mapping[str, float] | None = None,
     ) -> Verification:
         """Close the account and hold it against the limits."""
         kl = np.maximum(np.concatenate(self.kl), 0.0)
@@ -238,6 +248,9 @@ class Figures:
                 failures.append(f"{name.split('_', 1)[1]} is {value:.4g}, the limit is {limit:g}")
         bands = self.bands(windows)
         failures += _odd_bands(bands, limits.get("max_kl"))
+        if greedy is not None and "max_logit_error" in limits and greedy.agreement < 1:
+            missed = greedy.tokens - greedy.agreed - greedy.tied
+            failures.append(f"{missed} of {greedy.tokens} greedy tokens are not the source's")
         if invariant is False:
             failures.append("logits depend on how the requests were scheduled")
         failures += [
@@ -264,6 +277,9 @@ class Figures:
             bands=[asdict(band) for band in bands],
             schedules=list(schedules),
             stages=[check.to_dict() for check in stages],
+            matrices=dict(matrices or {}),
+            greedy_tokens=0 if greedy is None else greedy.tokens,
+            greedy_agreement=None if greedy is None else greedy.agreement,
         )
 
 

@@ -38,7 +38,9 @@ _CHUNK = 8 << 20  # weights looked at together
 @dataclass(frozen=True)
 class MatrixError:
     """The groups of a matrix that are furthest from what they stand for, in steps: by root mean square error, and by how far
-    the grid reaches beyond the group's values (0 for float formats and for a checkpoint's own integers, whose grids are free)."""
+    the grid reaches beyond the group's values (0 for float formats and for a checkpoint's own integers, whose grids are free).
+
+    `relative`: ‖Ŵ - W‖ / ‖W‖ of the whole matrix."""
 
     name: str
     steps: float
@@ -47,6 +49,7 @@ class MatrixError:
     beyond: float = 0.0
     beyond_row: int = 0
     beyond_group: int = 0
+    relative: float = 0.0
 
     def faults(self, limit: float) -> list[str]:
         """What leaves its limit, in words."""
@@ -80,13 +83,17 @@ def rounding_error(matrix: StoredMatrix, symmetric: bool = False) -> MatrixError
     uneven = 0.5 if form.kind == "zero" or (symmetric and not form.symmetric) else 0.0
     step = max(1, _CHUNK // dense.shape[1])
     worst, widest = (-1.0, 0, 0), (0.0, 0, 0)
+    lost = norm = 0.0
     for start in range(0, len(dense), step):
         here = slice(start, start + step)
         rows = source.load_rows(here.start, here.stop) if every is None else every[here]
         x, valid = grouped(rows.float(), form)
         steps, low, high = _spans(x, valid, form, symmetric)
         found, _ = grouped(dense[here], form)
-        error = torch.where(valid, (found - x) / steps, 0.0).square().sum(-1) / valid.sum(-1).clamp(min=1)
+        off = torch.where(valid, found - x, 0.0)
+        lost += float(off.square().sum(dtype=torch.float64))
+        norm += float(torch.where(valid, x, 0.0).square().sum(dtype=torch.float64))
+        error = (off / steps).square().sum(-1) / valid.sum(-1).clamp(min=1)
         worst = max(worst, _largest(error.sqrt(), start))
         if tables is not None:
             scale, offset = (None if table is None else table[here] for table in tables)
@@ -94,7 +101,7 @@ def rounding_error(matrix: StoredMatrix, symmetric: bool = False) -> MatrixError
             first, last = _ends(scale, offset, form)
             beyond = torch.maximum(low - first, last - high) - _coarseness(scale, offset, form)
             widest = max(widest, _largest(beyond.div(steps)[..., 0] - uneven, start))
-    return MatrixError(matrix.name, *worst, *widest)
+    return MatrixError(matrix.name, *worst, *widest, relative=(lost / max(norm, _TINY)) ** 0.5)
 
 
 def _largest(values: Tensor, first_row: int) -> tuple[float, int, int]:

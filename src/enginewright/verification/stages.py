@@ -90,7 +90,9 @@ class StageCheck:
 
 @dataclass
 class Stages:
-    """The checks of one build. `final` is the Program that was lowered; `manifest` the engine's, as far as it is known."""
+    """The checks of one build. `final` is the Program that was lowered; `manifest` the engine's, as far as it is known.
+
+    `relative_errors`: ‖Ŵ - W‖ / ‖W‖ of each stored matrix, once `checks` has run."""
 
     final: Program
     target: Backend
@@ -101,6 +103,7 @@ class Stages:
     judged: list[Array] = field(default_factory=list)
     served: list[Array] = field(default_factory=list)
     worst_sample: int | None = None
+    relative_errors: dict[str, float] = field(default_factory=dict)
 
     def begin(self, samples: Sequence[Sequence[int]]) -> None:
         """Say on which samples the logits will be; of long ones over a large vocabulary, some rows are kept."""
@@ -235,6 +238,7 @@ class _Seen:
                 self.known.add(id(matrix.codes))
                 error = rounding_error(matrix, self.stages.recipe.quantise.symmetric)
                 where = f"{error.name}, row {error.row}, group {error.group}"
+                self.stages.relative_errors[error.name] = float(f"{error.relative:.3g}")
                 self.worst = max(self.worst, (error.steps, where))
                 where = f"{error.name}, row {error.beyond_row}, group {error.beyond_group}"
                 self.widest = max(self.widest, (error.beyond, where))
