@@ -364,6 +364,15 @@ def test_generate_draws_and_stops_as_it_is_told() -> None:
     refused(run_engine("generate", folder, "x", "--system", "y"), "--system", "--chat")
 
 
+def test_generate_tells_what_proposing_was_worth(built: Path) -> None:
+    asked = ("generate", built, "w5 w6 w5 w6 w5 w6 w5", "--max-tokens", 60, "--ignore-eos")
+    plain, told = run_engine(*asked), run_engine(*asked, "--speculate", "ngram", "--draft-tokens", 4)
+    assert told.stdout == plain.stdout and plain.stderr == ""
+    assert re.search(
+        r"^ngram: [\d,]+ of [\d,]+ proposed tokens came true \(\d+%\): [1-5]\.\d\d tokens", told.stderr
+    )
+
+
 def test_generate_refuses_what_it_cannot_use(tmp_path: Path, built: Path) -> None:
     refused(run_engine("generate", tmp_path / "none", "x"), "none")
     refused(run_engine("generate", folder("llama"), "x"), "not an engine")

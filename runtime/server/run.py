@@ -135,6 +135,8 @@ class HttpServer(uvicorn.Server):
                 held / context,
                 f"{context:,}",
             )
+        if engine.loop.speculator is not None:
+            _log.info("drafts by %s (--speculate)", engine.loop.speculator.drafter.name)
         _log.info("ready: %s is served as %s", self.service.settings.engine, self.service.settings.model_name)
 
     @contextlib.contextmanager

@@ -434,6 +434,19 @@ def generate(
                 click.echo(json.dumps(completion.to_dict(), ensure_ascii=False))
             return
         _stream(loaded, asked, list(prompts), options)
+        if speculate is not None:
+            _tell_speculation(loaded.loop.statistics().speculation)
+
+
+def _tell_speculation(figures: Any) -> None:
+    """Say what proposing was worth, on standard error: standard output is the answer's."""
+    told = "nothing was proposed"
+    if figures.drafted:
+        told = (
+            f"{figures.accepted:,} of {figures.drafted:,} proposed tokens came true ({figures.acceptance_rate:.0%}): "
+            f"{figures.tokens_per_proposal:.2f} tokens a step that proposed"
+        )
+    click.secho(f"{figures.drafter}: {told}", dim=True, err=True)
 
 
 def _stream(loaded: Any, asked: list[Any], prompts: list[str], options: dict[str, Any]) -> None:
