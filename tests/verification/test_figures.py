@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import resources
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,8 +11,17 @@ from hypothesis import strategies as st
 
 from enginewright.recipes.errors import VerificationError
 from enginewright.verification.figures import Figures, band_edges
+from enginewright.verification.samples import sample_tokens
 
 VOCAB = 40
+
+
+def test_the_text_is_long_enough_for_a_full_verification_and_does_not_repeat_itself() -> None:
+    text = resources.files("enginewright.verification").joinpath("text.txt").read_text(encoding="utf-8")
+    lengths = sum(map(len, sample_tokens(None, 50_000, 1 << 20, 0, "full")))
+    assert len(text) > 3.5 * lengths  # characters a token, by the tokenizers of English
+    pieces = [text[at : at + 60] for at in range(0, len(text) - 60, 20)]
+    assert len(set(pieces)) == len(pieces)
 
 
 def rows(seed: int, count: int, scale: float = 3.0) -> np.ndarray:
