@@ -41,7 +41,10 @@ class OnnxBackend:
         return capabilities()
 
     def gate(self, recipe: Recipe, source: ModelSource) -> None:
-        return None
+        """Nothing to refuse of the model; but a build ends in verification, which runs what it wrote."""
+        from enginewright.backends.onnx.installed import require_onnxruntime
+
+        require_onnxruntime()
 
     def lower(
         self,

@@ -55,7 +55,10 @@ class OnnxFlavour:
         return {**able, "kv_formats": ["f32"], "wider_kv_formats": {"f16": "f32", "bf16": "f32"}}
 
     def gate(self, recipe: Recipe, source: ModelSource) -> None:
-        return None
+        """As the plain flavour's."""
+        from enginewright.backends.onnx.installed import require_onnxruntime
+
+        require_onnxruntime()
 
     def lower(
         self,

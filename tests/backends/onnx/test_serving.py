@@ -17,6 +17,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 import enginewright
+from enginewright import build
 from enginewright.backends.artifact import Artifact, open_engine
 from enginewright.recipes.errors import InputError
 from enginewright.runtime.engine import Engine
@@ -150,6 +151,7 @@ def test_it_serves_without_torch_and_onnx() -> None:
 import sys
 sys.modules["onnx"] = None
 import enginewright
+from enginewright import build
 from enginewright.backends.artifact import Artifact, open_engine
 with enginewright.load({str(built(16))!r}, threads=1) as engine:
     print(engine.generate({PROMPTS[1]!r}, max_tokens=24, ignore_eos=True)[0].token_ids)
@@ -157,3 +159,16 @@ with enginewright.load({str(built(16))!r}, threads=1) as engine:
     done = subprocess.run([sys.executable, "-c", BLOCK + script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(list(alone(16)[1]))
+
+
+def test_a_missing_runtime_is_told_before_work_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verification will run the model: without its runtime nothing is captured."""
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr(build, "capture", lambda *given, **options: pytest.fail("a model was captured"))
+    for flavour in ("plain", "genai"):
+        with pytest.raises(InputError, match="needs the package onnxruntime"):
+            enginewright.optimize(
+                folder("llama"), "fp32", tmp_path / "x", backend="onnx", overrides=[f"onnx.flavour={flavour}"]
+            )
