@@ -151,7 +151,6 @@ def test_it_serves_without_torch_and_onnx() -> None:
 import sys
 sys.modules["onnx"] = None
 import enginewright
-from enginewright import build
 from enginewright.backends.artifact import Artifact, open_engine
 with enginewright.load({str(built(16))!r}, threads=1) as engine:
     print(engine.generate({PROMPTS[1]!r}, max_tokens=24, ignore_eos=True)[0].token_ids)
