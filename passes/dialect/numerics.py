@@ -20,11 +20,19 @@ def dequantise(codes: Tensor, scales: Tensor | None, offsets: Tensor | None, wei
     form = parse_weight(weight_format)
     k = codes.shape[-1]
     group = form.group or k
-    scale = spread(scales, group, k)
-    if offsets is None:
-        return weight * scale
-    shift = spread(offsets, group, k)
-    return (weight - shift) * scale if form.kind == "zero" else weight * scale + shift
+    if k % group:
+        scale, shift = (None if part is None else spread(part, group, k) for part in (scales, offsets))
+        groups = weight
+    else:  # in place, by groups: nothing as large as the matrix is made beside it
+        scale, shift = (None if part is None else part.float()[..., None] for part in (scales, offsets))
+        groups = weight.unflatten(-1, (-1, group))
+    if shift is None:
+        groups.mul_(scale)
+    elif form.kind == "zero":
+        groups.sub_(shift).mul_(scale)
+    else:
+        groups.mul_(scale).add_(shift)
+    return weight
 
 
 def spread(values: Tensor, group: int, k: int) -> Tensor:

@@ -65,11 +65,14 @@ def verify(
     if stages is not None:
         stages.begin(samples)
     invariant = True if demand_invariance else None
-    for index, (tokens, logits) in enumerate(zip(samples, engine.logits(samples), strict=True)):
+    served = list(engine.logits(samples))[::-1]
+    for index, tokens in enumerate(samples):
         report(f"sample {index + 1} of {len(samples)}, {len(tokens)} tokens")
+        logits = served.pop()  # a long sample's are hundreds of megabytes over a large vocabulary
         if demand_invariance:
             alone = engine.logits([tokens], chunk_size=7 if len(tokens) < 64 else 61)[0]
             invariant = bool(invariant) and np.array_equal(alone.view(np.int32), logits.view(np.int32))
+            del alone
         with np.errstate(invalid="ignore"):  # logits that are not finite are counted, not warned of
             reference = judge_logits(judge, tokens)
             figures.add(tokens, reference, logits)
@@ -77,6 +80,7 @@ def verify(
             witness(tokens, reference, logits)
         if stages is not None:
             stages.add(reference, logits)
+        del logits, reference
     schedules: list[dict[str, Any]] = []
     greedy: GreedyFigures | None = None
     if isinstance(engine, Engine) and all(figures.finite.values()) and engine.max_context > 4:
