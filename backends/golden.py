@@ -31,6 +31,7 @@ __all__ = [
     "GoldenRow",
     "GoldenSample",
     "Identity",
+    "beyond_tolerance",
     "check_golden",
     "divergence",
     "golden_sample",
@@ -44,6 +45,8 @@ _FORMAT = 1
 _BEST = 6  # logits of a row that are kept
 _ROWS = 9  # rows of a sample that are kept: the first, the last, and some between
 _DIGITS = 6  # significant digits of a kept value: far below any tolerance
+_FAR = 3.0  # tolerances that the rare row may be off
+_RARE = 1 / 20  # of the rows
 OF_ROUNDING = 2.0  # two runs that round apart diverge by the sum of what each rounding costs
 _CHUNK = 13  # tokens of a sample in a step of the first way: never a whole number of pages
 
@@ -75,8 +78,9 @@ class Golden:
     """All samples, and what a deviation may be.
 
     `largest`: the largest magnitude among the Program's logits. `tolerance`: how far a kept logit or log-sum-exp may be off,
-    as a share of it. `source_perplexity`: the source model's, on every row of every sample. `max_perplexity_ratio`: the
-    engine's over it, by the recipe; None where the recipe has no such limit. `bits`: what computed the goldens (`Identity`) and
+    as a share of it; one row in twenty may be off by three times that. `source_perplexity`: the source model's, on every row of
+    every sample. `max_perplexity_ratio`: the engine's over it, by the recipe; None where the recipe has no such limit. `bits`: what
+    computed the goldens (`Identity`) and
     the sha256 over the float32 logits of all samples, one after the other; where the same computes again, they must be equal.
     None for a backend whose bits depend on how it is asked. `rounding`: where activations are integers, the mean divergence of
     the source's answers from the Program's at the kept rows. Two runs of such a model that round in different orders stand about
@@ -133,6 +137,21 @@ def divergence(row: GoldenRow, logits: npt.NDArray[np.floating[Any]]) -> float:
     others_p, others_q = (max(1.0 - float(np.exp(best).sum()), 1e-12) for best in (log_p, log_q))
     found = float((np.exp(log_p) * (log_p - log_q)).sum()) + others_p * math.log(others_p / others_q)
     return max(found, 0.0)
+
+
+def beyond_tolerance(errors: Sequence[float], tolerance: float) -> str:
+    """What of rows' errors rounding cannot explain, in words; empty where it can.
+
+    Rounding has a tail: where scores are nearly equal, a row moves several times as far as others do.
+    """
+    worst = float(np.max(errors, initial=0.0))
+    count = sum(not error <= tolerance for error in errors)
+    told = f"logits are off by {worst:.3g} of the largest, the limit is {tolerance:g}"
+    if not worst <= _FAR * tolerance:
+        return told
+    if count > _RARE * len(errors):
+        return f"{told} ({count} of {len(errors)} rows are beyond it)"
+    return ""
 
 
 def write_golden(golden: Golden, directory: Path) -> str:
@@ -289,8 +308,8 @@ class _Way:
 
     def __init__(self, golden: Golden) -> None:
         self._golden = golden
-        self.error = 0.0
-        self.rows = self.differing = 0
+        self._errors: list[float] = []  # of each kept row
+        self._differ: list[float] = []  # of those with another best token
         self._diverged = 0.0
         self._finite = True
         self._loss = 0.0
@@ -305,18 +324,30 @@ class _Way:
                 values = found[row.row].astype(np.float64)
                 off = np.abs(values[list(row.ids)] - row.values).max()
                 off = np.maximum(off, abs(logsumexp(values[None])[0] - row.logsumexp))
-                self.error = float(np.maximum(self.error, off / golden.largest))
+                self._errors.append(float(off / golden.largest))
                 self._diverged += divergence(row, values)
                 tie = len(row.values) > 1 and (
                     row.values[0] - row.values[1] < 2 * golden.tolerance * golden.largest
                 )
-                self.differing += not tie and int(values.argmax()) != row.ids[0]
-                self.rows += 1
+                if not tie and int(values.argmax()) != row.ids[0]:
+                    self._differ.append(self._errors[-1])
             targets = np.asarray(sample.tokens[1:], np.int64)
             for place, target in enumerate(targets):
                 values = found[place].astype(np.float64)
                 self._loss += float(logsumexp(values[None])[0] - values[target])
         self._scored += len(targets)
+
+    @property
+    def differing(self) -> int:
+        return len(self._differ)
+
+    @property
+    def rows(self) -> int:
+        return len(self._errors)
+
+    @property
+    def error(self) -> float:
+        return float(np.max(self._errors, initial=0.0))
 
     @property
     def divergence(self) -> float:
@@ -341,11 +372,10 @@ class _Way:
         if not self._finite:
             found.append("logits are not finite")
         if not self._rounds_otherwise:
-            if not self.error <= golden.tolerance:
-                found.append(
-                    f"logits are off by {self.error:.3g} of the largest, the limit is {golden.tolerance:g}"
-                )
-            if self.differing:
+            if beyond := beyond_tolerance(self._errors, golden.tolerance):
+                found.append(beyond)
+            few = self.differing <= _RARE * self.rows
+            if not few or not all(error <= _FAR * golden.tolerance for error in self._differ):
                 found.append(f"the best token differs in {self.differing} of {self.rows} rows")
         limit = golden.max_perplexity_ratio
         if limit is not None and not self.ratio <= limit:

@@ -46,6 +46,7 @@ def verify(
     *,
     demand_invariance: bool,
     level: str = "quick",
+    greedy_answers: bool = True,
     stages: Stages | None = None,
     report: Report = lambda line: None,
     witness: Witness | None = None,
@@ -53,7 +54,8 @@ def verify(
     """Run `engine` and `judge` on the same samples and compare.
 
     `limits` holds any of `max_logit_error` (relative to the largest reference logit), `max_kl`, `min_top1`,
-    `max_perplexity_ratio`. `level`: "quick", or "full" with longer samples. `stages`, where what lies
+    `max_perplexity_ratio`. `level`: "quick", or "full" with longer samples. `greedy_answers`: whether the engine continues
+    prompts as well, token by token (greedy.py). `stages`, where what lies
     between model and engine is at hand, judges it as well. Nothing is raised for a figure out of bounds: see
     `Verification.raise_if_failed`. An `Engine`'s own loop cannot be used afterwards.
     """
@@ -85,10 +87,10 @@ def verify(
     greedy: GreedyFigures | None = None
     if isinstance(engine, Engine) and all(figures.finite.values()) and engine.max_context > 4:
         stream = text_tokens(encode, engine.vocab_size, _SERVED_TOKENS)
-        report("greedy answers")
-        greedy = compare_greedy(
-            engine, lambda tokens: judge_logits(judge, tokens), stream, limits.get("max_logit_error")
-        )
+        if greedy_answers:
+            report("greedy answers")
+            bound = limits.get("max_logit_error")
+            greedy = compare_greedy(engine, lambda tokens: judge_logits(judge, tokens), stream, bound)
         if demand_invariance:
             schedules = compare_schedules(engine, stream, report)
             invariant = bool(invariant) and all(way["same"] for way in schedules)
