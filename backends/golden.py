@@ -79,9 +79,9 @@ class Golden:
 
     `largest`: the largest magnitude among the Program's logits. `tolerance`: how far a kept logit or log-sum-exp may be off,
     as a share of it; one row in twenty may be off by three times that. `source_perplexity`: the source model's, on every row of
-    every sample. `max_perplexity_ratio`: the engine's over it, by the recipe; None where the recipe has no such limit. `bits`: what
-    computed the goldens (`Identity`) and
-    the sha256 over the float32 logits of all samples, one after the other; where the same computes again, they must be equal.
+    every sample. `max_perplexity_ratio`: the engine's over it, by the recipe; None where the recipe has no such limit.
+    `bits`: what computed the goldens (`Identity`) and the sha256 over the float32 logits of all samples, one after the other;
+    where the same computes again, they must be equal.
     None for a backend whose bits depend on how it is asked. `rounding`: where activations are integers, the mean divergence of
     the source's answers from the Program's at the kept rows. Two runs of such a model that round in different orders stand about
     as far from each other as either from the source; so an engine beyond `tolerance` is good while it diverges by at most twice
