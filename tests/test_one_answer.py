@@ -42,7 +42,7 @@ def test_alone_among_others_in_chunks_and_by_threads(recipe: str) -> None:
         assert other.generate([prompts[5]], max_tokens=12, temperature=0.8, seed=5)[0].text == texts[5]
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "fp32"])
+@pytest.mark.parametrize("recipe", [*RECIPES, pytest.param("fp32", marks=pytest.mark.slow)])
 def test_what_the_pool_held_before_does_not_matter(recipe: str) -> None:
     answers = []
     for poison in (0.0, float("nan"), 1e30):
