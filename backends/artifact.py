@@ -119,12 +119,17 @@ class Artifact:
             )
 
 
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), parse_constant=_no_number)
+        canonical_json(value)  # hashes are of that
     except OSError as error:
         raise ArtifactError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # numbers without end, half a surrogate pair, too deep
         raise ArtifactError(
             f"{path} is not valid JSON",
             found=str(error),
@@ -181,7 +186,11 @@ def _check_name(name: str, path: Path) -> Path:
         name and not pure.is_absolute() and ".." not in pure.parts and "\\" not in name and str(pure) == name
     )
     located = path / name
-    if not inside or not located.resolve().is_relative_to(path):
+    try:
+        inside = bool(inside) and located.resolve().is_relative_to(path)
+    except (OSError, ValueError, RuntimeError):  # a zero byte, links that lead around in a circle
+        inside = False
+    if not inside:
         raise ArtifactError(
             f"the engine at {path} names a file outside its folder",
             found=repr(name),

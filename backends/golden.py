@@ -183,18 +183,25 @@ def read_golden(path: Path) -> Golden:
             _positive(value["tolerance"]),
             _positive(value["source_perplexity"]),
             None if limit is None else _positive(limit),
-            value["bits"],
+            _read_bits(value["bits"]),
             None if value.get("rounding") is None else _positive(value["rounding"]),
         )
         if not samples:
             raise ValueError("no samples")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ArtifactError(
             f"the engine's golden outputs cannot be read: {error}",
             found=str(path),
             action="copy the engine again, or build it again with `optimize`",
         ) from error
     return golden
+
+
+def _read_bits(value: Any) -> dict[str, str] | None:
+    known = isinstance(value, dict) and "sha256" in value and all(isinstance(v, str) for v in value.values())
+    if value is not None and not known:
+        raise ValueError(f"bits {value!r}")
+    return value
 
 
 def _read_sample(entry: dict[str, Any]) -> GoldenSample:

@@ -18,6 +18,7 @@ _CONTEXT_KEYS = (
     "seq_length",
     "n_ctx",
 )
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
 _DEFAULT_CONTEXT = 2048
 _LEAST_CONTEXT = 4  # what tracing with a varying length needs
 _MOST_CONTEXT = 1 << 20  # taken unasked: every position has a row in the tables of cosines and sines
@@ -71,6 +72,10 @@ def objections(config: Any) -> Iterator[CaptureError]:
     other = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
     if other:
         yield refused("some layers are neither full nor sliding attention", ", ".join(sorted(other)))
+    for name_of_size in _SIZES:
+        size = getattr(config, name_of_size, None)
+        if isinstance(size, int) and size < 1:
+            yield refused("it is empty", f"{name_of_size} {size}", "correct config.json")
     if not getattr(config, "is_causal", True):
         yield refused("its attention is bidirectional", "is_causal false in config.json")
 

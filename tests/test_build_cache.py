@@ -20,6 +20,7 @@ from enginewright import build, build_cache
 from enginewright.backends.artifact import open_engine
 from enginewright.build_cache import BuildCache, build_key
 from enginewright.cli import optimize
+from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import load_recipe
 from tests.passes.architectures import folder, save
 
@@ -200,3 +201,45 @@ def test_what_needs_a_build_does_not_go_with_a_cache(tmp_path: Path, option: lis
         folder("llama"), "-r", "int8", "-o", tmp_path / "e", "--cache", tmp_path / "cache", *arguments
     )
     assert result.exit_code == 2 and "do not go together" in result.output
+
+
+def test_files_in_folders_of_a_model_count(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "model")
+
+    def key() -> str:
+        return build_key(model, None, load_recipe("int8").resolved(), None, "cpu", "cpu")
+
+    seen = {key()}
+    for name in ("additional_chat_templates/tools.jinja", "shards/model-00001.safetensors"):
+        (model / name).parent.mkdir()
+        for text in ("a", "b"):
+            (model / name).write_text(text)
+            assert key() not in seen
+            seen.add(key())
+
+
+def test_what_is_no_entry_is_not_served_and_gives_way(cache: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(cache, tmp_path / "cache"))
+    (entry,) = entries(copied)
+    elsewhere = entry.rename(tmp_path / "elsewhere")
+    kept = BuildCache(copied)
+    for make in (
+        lambda: entry.symlink_to(elsewhere),
+        lambda: entry.symlink_to("gone"),
+        lambda: entry.write_text("x"),
+    ):
+        make()
+        assert kept.find(entry.name) is None and not os.path.lexists(entry)
+    assert open_engine(elsewhere, check=True)
+
+
+def test_an_engine_that_cannot_be_kept_is_published_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise InputError("the disk is full")
+
+    monkeypatch.setattr(BuildCache, "keep", full)
+    result = run(folder("llama"), "-r", "int8", "-o", tmp_path / "e", "--cache", tmp_path / "cache")
+    assert result.exit_code == 0 and "not kept: the disk is full" in result.output, result.output
+    assert open_engine(tmp_path / "e", check=True)

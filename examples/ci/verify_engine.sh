@@ -26,6 +26,7 @@ cache=${CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/enginewright/engines}
 level=${LEVEL:-quick}
 
 mkdir -p "$out"
+rm -f "$out/verify.json" "$out/verify.xml"  # an earlier run's say nothing of this one
 # shellcheck disable=SC2086  # several words are meant
 optimize "$model" --recipe "$recipe" --output "$out/engine" --force --cache "$cache" ${OPTIMIZE_OPTIONS:-}
 

@@ -20,12 +20,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from enginewright import __version__
 from enginewright.backends.artifact import Artifact, ArtifactWriter, canonical_json, open_engine
 from enginewright.progress import Progress
-from enginewright.recipes.errors import ArtifactError, InputError, VerificationError
+from enginewright.recipes.errors import ArtifactError, EnginewrightError, InputError, VerificationError
 
 __all__ = ["BuildCache", "build_key", "build_through_cache", "build_twice", "copy_engine"]
 
@@ -37,6 +37,9 @@ _COMPUTING = (
     "safetensors",
     "gguf",
     "onnx",
+    "onnxruntime",
+    "sentencepiece",
+    "protobuf",
     "tensorrt-rtx-cu13",
 )
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja", ".gguf", ".txt")
@@ -75,20 +78,23 @@ def build_key(
         "code": _own_code(),
         "isa": _isa(),
         "threads": _threads(),
+        "cores": _cores(),
     }
     return hashlib.sha256(canonical_json(what)).hexdigest()
 
 
 def _digest(path: Path) -> str:
-    """sha256 over names and bytes of a file, or of a folder's files that a model is made of."""
+    """sha256 over names and bytes of a file, or of the files that a model is made of in a folder and below it: shards and chat
+    templates may lie in folders of their own."""
     files = (
         [path]
         if path.is_file()
-        else sorted(f for f in path.iterdir() if f.is_file() and f.suffix in _MODEL_FILES)
+        else sorted(f for f in path.rglob("*") if f.suffix in _MODEL_FILES and f.is_file())
     )
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        name = file.name if file == path else file.relative_to(path).as_posix()
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
         with file.open("rb") as opened:
             while chunk := opened.read(_CHUNK):
                 digest.update(chunk)
@@ -144,6 +150,11 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
+def _cores() -> int:
+    """Cores that the process may use: what an engine computes on, and whether verification can ask it on one thread besides."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def copy_engine(engine: Artifact, out: Path, force: bool = False) -> Path:
     """Publish a copy of an engine at `out`, whole or not at all."""
     with ArtifactWriter(out, force=force) as writer:
@@ -171,22 +182,42 @@ class BuildCache:
     def find(self, key: str) -> Artifact | None:
         """The engine of that key, every file hashed; one that was damaged is removed and not found."""
         place = self.folder / key
-        if not place.exists():
+        if not os.path.lexists(place):
+            return None
+        if place.is_symlink():  # of somebody else's making, and to what may change
+            self._remove(place)
             return None
         try:
             return open_engine(place, check=True)
         except (ArtifactError, InputError):
-            shutil.rmtree(place, ignore_errors=True)
+            self._remove(place)
             return None
+
+    @staticmethod
+    def _remove(place: Path) -> None:
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                place.unlink()
 
     def keep(self, key: str, engine: Artifact) -> None:
         """Keep a copy of a published engine."""
         copy_engine(engine, self.folder / key, force=True)
 
+    def _lock(self, key: str) -> IO[str]:
+        try:
+            return (self.folder / f"{key}.lock").open("w")
+        except OSError as error:
+            raise InputError(
+                f"the cache {self.folder} cannot be used: {error.strerror}",
+                action="name another folder with --cache",
+            ) from error
+
     @contextlib.contextmanager
     def alone(self, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Hold the key's lock; `waiting` is called once where another builder has it."""
-        with (self.folder / f"{key}.lock").open("w") as lock:
+        with self._lock(key) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -208,8 +239,14 @@ def build_through_cache(
         built = build(out, force)
         if built.manifest["verification"]["verdict"] != "failed":
             with progress.stage("cache") as record:
-                cache.keep(key, built)
-                record.detail = f"kept as {cache.folder / key}"
+                try:
+                    cache.keep(key, built)
+                    record.detail = f"kept as {cache.folder / key}"
+                except (
+                    EnginewrightError,
+                    OSError,
+                ) as error:  # the engine is published: a cache is no reason to fail
+                    record.detail = f"not kept: {str(error).splitlines()[0]}"
         return built
 
 

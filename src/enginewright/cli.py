@@ -23,7 +23,14 @@ import enginewright
 from enginewright.recipes.errors import EnginewrightError, InputError
 from enginewright.serving import serve
 
-from .planning_cli import JsonCommand, planning_options, refuse_planning_options, run_plan, write_json
+from .planning_cli import (
+    JsonCommand,
+    planning_options,
+    refuse_planning_options,
+    run_plan,
+    write_file,
+    write_json,
+)
 from .speculation_cli import speculation_options
 from .verify_cli import verify_command
 from .workload_cli import LengthsType, bench_workload, refuse_workload_options, workload_options
@@ -248,7 +255,7 @@ def optimize(
         from enginewright.html_report import page
 
         text = page(built.manifest, open_engine(built.path).build, layers=built.layers)
-        html.write_text(text, encoding="utf-8")
+        write_file(html, text.encode(errors="backslashreplace"))
     if as_json is not None:
         write_json(built.to_dict(), as_json)
         return

@@ -13,7 +13,14 @@ from rich.console import Console
 from enginewright.recipes.errors import InputError
 from enginewright.serving import Bytes
 
-__all__ = ["JsonCommand", "planning_options", "refuse_planning_options", "run_plan", "write_json"]
+__all__ = [
+    "JsonCommand",
+    "planning_options",
+    "refuse_planning_options",
+    "run_plan",
+    "write_file",
+    "write_json",
+]
 
 _PLAN_ONLY = ("device", "memory", "max_context")
 _BUILD_ONLY = ("output", "dump", "report", "force", "cache", "check_reproducible", "allow_unverified", "html")
@@ -70,10 +77,15 @@ def write_json(record: dict[str, Any], target: str) -> None:
     if target == "-":
         click.echo(text)
         return
+    write_file(Path(target), (text + "\n").encode(errors="backslashreplace"))
+
+
+def write_file(file: Path, content: bytes) -> None:
+    """Write a file that the command line names; raises InputError where that cannot be."""
     try:
-        Path(target).write_text(text + "\n", encoding="utf-8")
+        file.write_bytes(content)
     except OSError as error:
-        raise InputError(f"{target} cannot be written", found=error.strerror) from error
+        raise InputError(f"{file} cannot be written", found=error.strerror) from error
 
 
 def _given(context: click.Context, names: tuple[str, ...]) -> list[str]:

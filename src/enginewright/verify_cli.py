@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from enginewright.planning_cli import write_file
 from enginewright.recipes.errors import InputError
 
 __all__ = ["verify_command"]
@@ -76,7 +77,7 @@ def verify_command(
 
     Exit code 0 where everything passed, 1 where a check failed.
     """
-    from enginewright.html_report import page
+    from enginewright.html_report import damaged_page, page
     from enginewright.inspection import print_tables
     from enginewright.progress import Progress
     from enginewright.verification.checks import junit
@@ -96,14 +97,20 @@ def verify_command(
         threads=threads,
         progress=Progress(Console(stderr=True)),
     )
+    written: dict[Path, bytes] = {}
     if json_file is not None:
-        json_file.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+        written[json_file] = (json.dumps(report.to_dict(), indent=1) + "\n").encode()
     if junit_file is not None:
-        junit_file.write_bytes(junit(report))
-    if html_file is not None and report.manifest:
-        html_file.write_text(
-            page(report.manifest, report.build, report.checks, report.verification), encoding="utf-8"
+        written[junit_file] = junit(report)
+    if html_file is not None:
+        text = (
+            page(report.manifest, report.build, report.checks, report.verification)
+            if report.manifest
+            else damaged_page(report.engine, report.checks)
         )
+        written[html_file] = text.encode(errors="backslashreplace")
+    for file, content in written.items():
+        write_file(file, content)
     print_tables([_table(report)])
     if report.bisection is not None:
         click.echo(report.bisection.text())

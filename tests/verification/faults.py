@@ -281,6 +281,58 @@ def row_before(step: StepInput) -> StepInput:
     return dataclasses.replace(step, logit_rows=np.maximum(step.logit_rows - 1, 0))
 
 
+def first_page_is_the_second_in_long_texts(step: StepInput) -> StepInput:
+    """Only where a sequence is longer than any sample."""
+    tables = step.page_tables.copy()
+    for sequence in np.flatnonzero(step.context_lens > 200):
+        tables[:, sequence, 0] = tables[:, sequence, 1]
+    return dataclasses.replace(step, page_tables=tables)
+
+
+def changed(weight: Weight, change: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
+    return Computed(weight.name, weight.shape, weight.dtype, lambda: change(weight.load().clone()))
+
+
+def bias_twice_in_one_layer(patch: pytest.MonkeyPatch) -> None:
+    """What is packed for the second layer is wrong, and for the first of its kind right."""
+    original = weights_file.WeightsFile.add_vector
+
+    def add_vector(self: Any, weight: Weight, *rest: Any) -> int:
+        twice = "layers.1.self_attn.o_proj.bias" in weight.name
+        return original(self, changed(weight, lambda values: 2 * values) if twice else weight, *rest)
+
+    patch.setattr(weights_file.WeightsFile, "add_vector", add_vector)
+
+
+def scales_of_one_expert(patch: pytest.MonkeyPatch) -> None:
+    """Those of expert 1, two hundredths too large: few rows go there, and none is off by much."""
+    original = weights_file.WeightsFile.add_linear
+
+    def larger(values: torch.Tensor) -> torch.Tensor:
+        values[1] *= 1.02
+        return values
+
+    def add_linear(self: Any, matrix: Any, gated: bool = False) -> int:
+        if matrix.experts and matrix.scales is not None:
+            matrix = dataclasses.replace(matrix, scales=changed(matrix.scales, larger))
+        return original(self, matrix, gated)
+
+    patch.setattr(weights_file.WeightsFile, "add_linear", add_linear)
+
+
+def first_row_of_the_engine(patch: pytest.MonkeyPatch) -> None:
+    """However it is asked, the runtime gives another row for the first token of a text."""
+    original = Engine.logits
+
+    def logits(self: Engine, prompts: Any, chunk_size: Any = None) -> Any:
+        found = [rows.copy() for rows in original(self, prompts, chunk_size)]
+        for rows in found:
+            rows[0] = np.roll(rows[0], 1)
+        return found
+
+    patch.setattr(Engine, "logits", logits)
+
+
 def rows_of_the_engine_shifted(patch: pytest.MonkeyPatch) -> None:
     original = Engine.logits
     patch.setattr(
@@ -360,9 +412,17 @@ FAULTS: dict[str, Fault] = {
         stepped(second_page_is_the_first), "llama", "int4", "op", ATTENTION, ATTENTION, FIRST + "self_attn"),
     "the logits of the row before": Fault(
         stepped(row_before), "llama", "int4", "op", "ew::select_rows", "ew::select_rows", ""),
+    "a bias added twice in one layer": Fault(
+        bias_twice_in_one_layer, "llama", "int4", "op", LINEAR, LINEAR, "layers.1.self_attn.o_proj"),
+    "one expert's scales": Fault(
+        scales_of_one_expert, "qwen3_moe", "int4", "op", "ew::quantised_moe", "ew::quantised_moe", FIRST + "mlp.experts"),
+    "a page of long texts read from another": Fault(
+        stepped(first_page_is_the_second_in_long_texts), "llama", "int4",
+        "op", ATTENTION, ATTENTION, FIRST + "self_attn", ci=False),
     "buffers given back too early": Fault(
         buffers_given_back_too_early, "llama", "int4", "prefix", "add_rms_norm", "ew::add_rms_norm", "model.layers.0", ci=False),
     # The runtime.
+    "the first row of every text": Fault(first_row_of_the_engine, "llama", "int4", "engine", "the engine"),
     "rows that the engine hands out one late": Fault(
         rows_of_the_engine_shifted, "llama", "int4", "engine", "the engine", "", "", ci=False),
 }

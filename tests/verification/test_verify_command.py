@@ -13,12 +13,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 import enginewright
-from enginewright.backends.artifact import open_engine
+from enginewright.backends.artifact import _own_hash, open_engine
 from enginewright.backends.cpu.executor import CpuExecutor
 from enginewright.build_cache import copy_engine
 from enginewright.cli import engine
 from enginewright.verification import on_disk
-from tests.passes.architectures import folder
+from enginewright.verification.checks import Check, EngineReport, checks_of, junit
+from tests.passes.architectures import ARCHITECTURES, folder
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +166,94 @@ def test_a_baseline_holds_quality_and_size(built: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_said(built: Path, arguments: list[object], said: str) -> None:
     result = run(built, *arguments)
     assert result.exit_code == 2 and said in result.output
+
+
+def rewritten(engine_folder: Path, change: Any) -> None:
+    """Change the manifest, and set its hash right."""
+    manifest = json.loads((engine_folder / "engine.json").read_text())
+    change(manifest)
+    manifest["manifest_sha256"] = _own_hash(manifest, "manifest_sha256")
+    (engine_folder / "engine.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("key", ["model", "recipe", "kv_groups", "verification"])
+@pytest.mark.parametrize("value", [None, [None], {}, 10**30])
+def test_a_manifest_of_another_shape_fails_and_has_a_page(
+    copy: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    rewritten(copy, lambda manifest: manifest.update({key: value}))
+    page = tmp_path / "engine.html"
+    page.write_text("an earlier one: passed")
+    result = run(copy, "--against", folder("llama"), "--html", page)
+    assert result.exit_code == 1 and f"no usable {key}" in result.output, result.output
+    assert "failed" in page.read_text() and "passed" not in page.read_text()
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', "[" * 100_000])
+def test_json_that_cannot_be_hashed_is_damage(copy: Path, text: str) -> None:
+    for name in ("build.json", "engine.json"):
+        (copy / name).write_text(text)
+        result = run(copy)
+        assert result.exit_code == 1 and name in result.output, result.output
+
+
+def test_names_that_no_file_has_are_refused(copy: Path) -> None:
+    (copy / "circle").symlink_to("circle")
+    for name in ("a\0b", "circle"):
+        rewritten(
+            copy, lambda manifest, name=name: manifest["files"].update({name: {"bytes": 1, "sha256": ""}})
+        )
+        result = run(copy)
+        assert result.exit_code == 1 and "names a file outside" in result.output, result.output
+
+
+def test_an_engine_that_its_build_refused_does_not_verify(tmp_path: Path) -> None:
+    built = enginewright.optimize(
+        folder("llama"), "int8", tmp_path / "e", overrides=["verify.max_kl=1e-12"], allow_unverified=True
+    )
+    result = run(built.path)
+    assert result.exit_code == 1 and "verdict of the build" in result.output, result.output
+
+
+def test_every_failure_of_a_verification_is_a_failed_check(built: Path) -> None:
+    recorded = json.loads((built / "engine.json").read_text())["verification"]
+    assert all(check.passed for check in checks_of(recorded))
+    uneven = {
+        **recorded,
+        "invariant": False,
+        "failures": ["logits depend on how the requests were scheduled"],
+    }
+    assert [check.group for check in checks_of(uneven) if check.passed is False] == ["schedules"]
+    other = {**recorded, "failures": ["something new"]}
+    assert [check.found for check in checks_of(other) if check.passed is False] == ["something new"]
+
+
+def test_another_model_of_the_same_shapes_fails(built: Path, tmp_path: Path) -> None:
+    twin = tmp_path / "twin"
+    ARCHITECTURES["llama"](matrix_std=0.201).save_pretrained(twin)
+    result = run(built, "--against", twin)
+    assert result.exit_code == 1 and "the model that it was built from" in result.output, result.output
+
+
+def test_results_that_cannot_be_written_are_said(built: Path) -> None:
+    for option in ("--json", "--junit", "--html"):
+        result = run(built, option, "/dev/full")
+        assert result.exit_code == 2 and "cannot be written" in result.output, result.output
+
+
+def test_junit_is_xml_whatever_a_check_says() -> None:
+    hostile = "<script>\"'&\n\x00\x1b\ud800\ufffe]]>é𝄞"
+    report = EngineReport(hostile, {}, "quick", checks=[Check("files", hostile, False, hostile, hostile)])
+    case = next(ElementTree.fromstring(junit(report)).iter("testcase"))
+    assert str(case.get("name")).startswith("<script>\"'&\n\\x00\\x1b\\ud800")
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "0.1", True])
+def test_a_baseline_without_a_figure_is_refused(built: Path, tmp_path: Path, value: object) -> None:
+    figures = {"mean_kl": 0.1, "p999_kl": 0.1, "top1_agreement": 0.9, "perplexity_ratio": 1.0}
+    baseline = tmp_path / "baseline.json"
+    baseline.write_text(
+        json.dumps({"level": "quick", "bytes": 1, "verification": {**figures, "top1_agreement": value}})
+    )
+    result = run(built, "--against", folder("llama"), "--baseline", baseline)
+    assert result.exit_code == 2 and "has no top1_agreement" in result.output, result.output

@@ -20,7 +20,7 @@ from enginewright.inspection import bytes_a_token, size
 from .charts import bars, shares
 from .graphs import draw_layer, first_layer
 
-__all__ = ["first_layer", "page"]
+__all__ = ["damaged_page", "first_layer", "page"]
 
 _LENGTHS = (1024, 4096, 8192, 32768, 131072)
 _COUNTS = (1, 8, 32)
@@ -96,6 +96,21 @@ def page(
         graph_words=f"{len(graphs['captured'])} nodes became {len(graphs['final'])}." if graphs else "",
         provenance=_provenance(manifest, build),
     )
+
+
+def damaged_page(engine: str, checks: Sequence[Any]) -> str:
+    """The page of an engine whose manifest cannot be trusted: the checks alone, so that no earlier page is taken for its own."""
+    rows = Markup("").join(
+        Markup("<tr><td>{}<td>{}<td><pre>{}</pre>").format(
+            "✗" if check.passed is False else "", check.name, check.found
+        )
+        for check in checks
+    )
+    text = Markup(
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{name}</title>\n<h1>{name}</h1>\n'
+        '<p><span class="verdict failed">failed</span></p>\n<table>{rows}</table>\n</html>\n'
+    )
+    return str(text.format(name=engine, rows=rows))
 
 
 def _facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:

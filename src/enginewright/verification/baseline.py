@@ -31,7 +31,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
     """Return the baseline in a file. Raises InputError for one that cannot be read or lacks what is compared."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"the baseline {path} cannot be read", found=str(error)) from error
     needed = isinstance(found, dict) and isinstance(found.get("verification"), dict) and "bytes" in found
     if not needed:
@@ -40,10 +40,18 @@ def read_baseline(path: Path) -> dict[str, Any]:
             expected="what `engine verify ENGINE --against MODEL --json FILE` writes",
             action="write one with the engine that is to be the baseline",
         )
+    figures = {**found["verification"], "bytes": found["bytes"]}
+    lacking = [name for name in ALLOWED if not _is_number(figures.get(name))]
+    if lacking:
+        raise InputError(
+            f"the baseline {path} has no {', '.join(lacking)}",
+            found=", ".join(repr(figures.get(name)) for name in lacking),
+            expected="a number for each of " + ", ".join(ALLOWED),
+            action="write the baseline anew: what it does not have cannot become worse",
+        )
     allowed = found.get("allowed", {})
     if not isinstance(allowed, dict) or not all(
-        name in ALLOWED and isinstance(share, (int, float)) and not isinstance(share, bool) and share >= 0
-        for name, share in allowed.items()
+        name in ALLOWED and _is_number(share) and share >= 0 for name, share in allowed.items()
     ):
         raise InputError(
             f"the baseline {path} allows something that cannot be used",
@@ -51,6 +59,10 @@ def read_baseline(path: Path) -> dict[str, Any]:
             expected="shares of 0 or more for any of " + ", ".join(ALLOWED),
         )
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def compare_with_baseline(report: EngineReport, baseline: Mapping[str, Any]) -> list[Check]:
@@ -75,9 +87,7 @@ def compare_with_baseline(report: EngineReport, baseline: Mapping[str, Any]) -> 
 
 def _held(name: str, now: Any, before: Any, share: float) -> Check:
     words = f"{name} against the baseline"
-    if not isinstance(before, (int, float)):
-        return Check("baseline", words, None, f"the baseline has no {name}")
-    if not isinstance(now, (int, float)) or not math.isfinite(now):
+    if not _is_number(now):
         return Check("baseline", words, False, "not finite", f"about {before:.6g}")
     if name in _HIGHER_IS_BETTER:
         limit = before - share * before - _NOISE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,9 @@ from enginewright.recipes.errors import VerificationError
 if TYPE_CHECKING:
     from .bisection import Bisection
 
-__all__ = ["Check", "EngineReport", "checks_of", "junit"]
+__all__ = ["Check", "EngineReport", "checks_of", "junit", "verdict_of_build"]
+
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _FIGURES = (
     # name in a verification, limit's key, words, format, how the limit bounds it
@@ -25,7 +28,8 @@ _FIGURES = (
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was held against what it must be. `group`: files, goldens, figures, positions, stages, schedules, baseline.
+    """One thing that was held against what it must be. `group`: files, build, goldens, figures, positions, stages, schedules,
+    baseline.
 
     `passed` is None where the check could not be made; `found` then says why.
     """
@@ -123,8 +127,9 @@ def checks_of(verification: Mapping[str, Any]) -> list[Check]:
     odd = [failure for failure in verification["failures"] if failure.startswith("positions ")]
     told = "; ".join(odd) or f"{len(verification['bands'])} bands, none stands out"
     found.append(Check("positions", "divergence by position", not odd, told))
-    if verification["invariant"] is not None and not verification["schedules"]:
-        same = verification["invariant"]
+    if verification["invariant"] is not None:
+        # Of logits; what the schedules below found counts there.
+        same = verification["invariant"] or any(not way["same"] for way in verification["schedules"])
         found.append(
             Check("schedules", "chunks and company", same, "the same bits" if same else "other bits")
         )
@@ -147,7 +152,19 @@ def checks_of(verification: Mapping[str, Any]) -> list[Check]:
         found.append(
             Check("schedules", way["name"], way["same"], came, "the same tokens and log-probabilities")
         )
+    if verification["failures"] and all(check.passed is not False for check in found):
+        found.append(Check("figures", "verdict", False, "; ".join(verification["failures"])))
     return found
+
+
+def verdict_of_build(manifest: Mapping[str, Any]) -> Check:
+    """Whether the build, which sees what lies between model and engine, let the engine pass."""
+    recorded = manifest["verification"]
+    failed = recorded["verdict"] == "failed"
+    told = "; ".join(recorded.get("failures", ())) or "it failed"
+    return Check(
+        "build", "verdict of the build", not failed, told if failed else recorded["verdict"], "passed"
+    )
 
 
 def junit(report: EngineReport) -> bytes:
@@ -177,5 +194,13 @@ def junit(report: EngineReport) -> bytes:
     root = ElementTree.Element("testsuites")
     root.append(suite)
     ElementTree.indent(root)
+    for element in root.iter():
+        element.text = None if element.text is None else _printable(element.text)
+        element.attrib = {name: _printable(value) for name, value in element.attrib.items()}
     written: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
     return written + b"\n"
+
+
+def _printable(text: str) -> str:
+    """The text with what no XML document may hold, even escaped, as backslash sequences."""
+    return _NO_XML.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

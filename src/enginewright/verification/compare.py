@@ -22,7 +22,7 @@ from enginewright.runtime.engine import Engine
 from .figures import Array, Figures, Verification
 from .greedy import GreedyFigures, compare_greedy
 from .samples import sample_tokens, text_tokens
-from .schedules import compare_schedules
+from .schedules import compare_schedules, executor_alone
 
 if TYPE_CHECKING:
     from enginewright.backends.base import Answers
@@ -92,7 +92,8 @@ def verify(
             bound = limits.get("max_logit_error")
             greedy = compare_greedy(engine, lambda tokens: judge_logits(judge, tokens), stream, bound)
         if demand_invariance:
-            schedules = compare_schedules(engine, stream, report)
+            report("the executor by itself")
+            schedules = [executor_alone(engine, tokens), *compare_schedules(engine, stream, report)]
             invariant = bool(invariant) and all(way["same"] for way in schedules)
     return figures.verdict(
         len(samples),

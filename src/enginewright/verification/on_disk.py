@@ -15,16 +15,27 @@ from enginewright.backends.artifact import Artifact, open_engine
 from enginewright.backends.golden import GOLDEN, check_golden, read_golden
 from enginewright.progress import Progress
 from enginewright.recipes.errors import ArtifactError, InputError
+from enginewright.recipes.recipe import Recipe
+from enginewright.recipes.schema import parse
 from enginewright.runtime.engine import load
 
 from .baseline import compare_with_baseline, read_baseline
-from .checks import Check, EngineReport, checks_of
+from .checks import Check, EngineReport, checks_of, verdict_of_build
 from .compare import verify
 
 __all__ = ["verify_engine"]
 
 _SAME = ("architecture", "parameters", "vocab_size", "num_layers")
 """What the engine's manifest and the captured model must agree on."""
+
+_OF_MODEL: dict[str, Any] = {
+    **dict.fromkeys(("parameters", "vocab_size", "num_layers", "hidden_size", "max_context"), int),
+    "source": str,
+    "architecture": (str, type(None)),
+}
+"""What is read of a manifest's `model`, and its types."""
+
+_OF_PERPLEXITY = 1e-3  # what another machine's sums may change of it
 
 
 def verify_engine(
@@ -70,11 +81,13 @@ def verify_engine(
     with progress.stage("files") as record:
         try:
             artifact = open_engine(path, check=True)
+            _require_whole(artifact)
         except ArtifactError as error:
             return _damaged(path, level, error)
         record.detail = f"{len(artifact.manifest['files'])} files are what was built"
     report = EngineReport(str(artifact.path), artifact.manifest, level, artifact.build)
     report.checks.append(Check("files", "every file is what was built", True, record.detail))
+    report.checks.append(verdict_of_build(artifact.manifest))
     if GOLDEN in artifact:
         with progress.stage("goldens") as record:
             report.checks.append(_goldens(artifact, threads))
@@ -83,6 +96,8 @@ def verify_engine(
         with progress.stage("verify") as record:
             report.verification = _against(artifact, against, adapter, level, threads, progress)
             record.detail = f"mean KL {report.verification['mean_kl']:.3g}"
+        if (same := _source(artifact.manifest, report.verification)) is not None:
+            report.checks.append(same)
         report.checks += checks_of(report.verification)
     if earlier is not None:
         report.checks += compare_with_baseline(report, earlier)
@@ -96,6 +111,48 @@ def verify_engine(
             record.detail = report.bisection.kind or "nothing left its limit"
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _require_whole(artifact: Artifact) -> None:
+    """Raise ArtifactError for a manifest without what verifying reads: its hash says only that nobody changed it since."""
+    manifest, missing = artifact.manifest, []
+    model, groups, recorded = (manifest.get(key) for key in ("model", "kv_groups", "verification"))
+    if not isinstance(model, Mapping) or not all(
+        isinstance(model.get(name), kind) and not isinstance(model.get(name), bool)
+        for name, kind in _OF_MODEL.items()
+    ):
+        missing.append("model")
+    if not isinstance(groups, list) or not all(
+        isinstance(group, Mapping) and type(group.get("window")) is int for group in groups
+    ):
+        missing.append("kv_groups")
+    if not isinstance(recorded, Mapping) or not isinstance(recorded.get("verdict"), str):
+        missing.append("verification")
+    try:
+        parse(Recipe, manifest.get("recipe"), "")
+    except InputError:
+        missing.append("recipe")
+    if missing:
+        raise ArtifactError(
+            f"the manifest of the engine at {artifact.path} lacks what it must say",
+            found=f"no usable {', '.join(missing)}",
+            action="build it again with `optimize`",
+        )
+
+
+def _source(manifest: Mapping[str, Any], verification: Mapping[str, Any]) -> Check | None:
+    """Whether the source model answers as it did when the engine was built; None where other samples were asked for.
+
+    Another model with the same shapes, a fine-tune of it say, passes for the source of a coarse engine by its figures alone.
+    """
+    recorded = manifest["verification"]
+    before, now = (some.get("reference_perplexity") for some in (recorded, verification))
+    same_samples = all(recorded.get(key) == verification[key] for key in ("samples", "tokens"))
+    if not same_samples or not isinstance(before, (int, float)):
+        return None
+    within = now is not None and abs(now - before) <= _OF_PERPLEXITY * before
+    found = "not finite" if now is None else f"perplexity {now:.6g}"
+    return Check("figures", "the model that it was built from", within, found, f"perplexity {before:.6g}")
 
 
 def _require_torch() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from enginewright.runtime.engine import Engine, load
 from enginewright.runtime.request import Request, SamplingOptions
 
-__all__ = ["Way", "compare_schedules"]
+__all__ = ["Way", "compare_schedules", "executor_alone"]
 
 _LENGTHS = (5, 40, 44, 47, 95)  # tokens of the prompts
 _TOKENS = 24  # of each answer
@@ -65,6 +65,24 @@ def compare_schedules(
         difference = _difference(alone, answers)
         found.append(asdict(Way(name, difference == "", happened, difference)))
     return found
+
+
+def executor_alone(engine: Engine, tokens: Sequence[int]) -> dict[str, Any]:
+    """Whether the runtime gave what the executor gives by itself: steps that are made here, over pages of our own.
+
+    `tokens` are one text. However requests are scheduled says nothing of what the runtime
+    does to all of them alike. The engine's own loop cannot be used afterwards.
+    """
+    from .pieces import in_chunks
+
+    (logits,) = engine.logits([tokens])
+    found = in_chunks(engine.executor, tokens, range(len(tokens)))
+    same = np.array_equal(found.view(np.int32), logits.view(np.int32))
+    where = ""
+    if not same:
+        row = int(np.flatnonzero((found.view(np.int32) != logits.view(np.int32)).any(-1))[0])
+        where = f"the logits after token {row} of {len(tokens)} are others"
+    return asdict(Way("steps without the runtime", same, True, where))
 
 
 class _Requests:
@@ -150,9 +168,12 @@ class _Served:
 def _difference(alone: Answers, other: Answers) -> str:
     """The first difference in words; empty where there is none."""
     for index, ((tokens, logprobs), (others, other_logprobs)) in enumerate(zip(alone, other, strict=True)):
-        for place, (a, b) in enumerate(zip(tokens, others, strict=True)):
+        for place, (a, b) in enumerate(zip(tokens, others, strict=False)):
             if a != b:
                 return f"request {index}, token {place} is {b} instead of {a}"
+        counts = (len(tokens), len(logprobs)), (len(others), len(other_logprobs))
+        if counts[0] != counts[1]:
+            return f"request {index} has (tokens, log-probabilities) {counts[1]} instead of {counts[0]}"
         if not np.array_equal(np.asarray(logprobs), np.asarray(other_logprobs)):
             place = int(np.flatnonzero(np.asarray(logprobs) != np.asarray(other_logprobs))[0])
             return (

@@ -9,7 +9,7 @@ cost a nat. So what lies between the two is looked at by itself, and what rounds
 | rounding | each stored matrix, and the weights it stands for | largest error of a group, steps | 0.55; 8 |
 | rounding | the same | furthest that a group's grid reaches beyond its weights, steps | 0.1 |
 | rounding | the scale of each static activation, and what the samples ask for | how many times too large or small | 8 |
-| backend | one unit of each kind on the backend, and in the Program, from the same inputs | median of rows | 1e-5; by pieces.py |
+| backend | each unit on the backend, and in the Program, from the same inputs (pieces.py) | median of rows | 1e-5; by pieces.py |
 | backend | the same | largest | 0.05 |
 | engine | the engine through the runtime, and the final Program | median of rows, by band | 1e-4, or twice what rounding costs |
 
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, fx
 
 from enginewright.backends.artifact import Artifact
-from enginewright.passes.cut_out import named, op_of
+from enginewright.passes.cut_out import Unit, named, op_of
 from enginewright.passes.dialect import OPS
 from enginewright.passes.matching import argument, is_call
 from enginewright.passes.program import Program
@@ -46,7 +46,7 @@ from enginewright.runtime.engine import load
 from .figures import Array, band_edges
 from .goldens import tolerance
 from .matrices import BEYOND, limit_of, rounding_error
-from .pieces import LARGEST, Compared, Pieces, one_of_each_kind
+from .pieces import FEW, LARGEST, Compared, Pieces, instances, one_of_each_kind
 from .running import run_watched
 
 if TYPE_CHECKING:
@@ -126,13 +126,16 @@ class Stages:
         found = [self._structure()]
         report("rounding and the final program")
         kinds = one_of_each_kind(self.final) if self.target.serves else []
-        seen = _Seen(self, kinds)
+        alike = instances(self.final, kinds) if self.target.exact else []
+        seen = _Seen(self, kinds, [unit for some in alike for unit in some])
         logits = run_watched(self.final, self.samples, self.rows, before=seen.before, after=seen.after)
         found += seen.rounding()
         if kinds:
             report("backend")
             pieces = Pieces(self.final, self.target, self.recipe, self.manifest)
             compared = [pieces.compare(unit, seen.values, self.samples[-1]) for unit in kinds]
+            for some in alike:
+                compared += pieces.compare_alike(some, seen.values)
             found += backend_checks(compared)
         return [*found, self._engine([part.numpy() for part in logits])]
 
@@ -209,7 +212,11 @@ def backend_checks(compared: Sequence[Compared]) -> list[StageCheck]:
     band = f"{named(median.unit.node)}, positions {median.first} to {median.last - 1}"
     return [
         StageCheck(
-            "backend", f"median error of {len(compared)} kinds of ops", median.median, median.limit, band
+            "backend",
+            f"median error of {len(compared)} ops, of every kind",
+            median.median,
+            median.limit,
+            band,
         ),
         StageCheck("backend", "largest error of an op", largest.largest, LARGEST, named(largest.unit.node)),
     ]
@@ -218,10 +225,11 @@ def backend_checks(compared: Sequence[Compared]) -> list[StageCheck]:
 class _Seen:
     """What the run of the final Program shows: matrices, static scales, and the inputs of some units in the last sample."""
 
-    def __init__(self, stages: Stages, kinds: Sequence[Any]) -> None:
+    def __init__(self, stages: Stages, kinds: Sequence[Unit], others: Sequence[Unit]) -> None:
         self.stages = stages
         self.values: dict[fx.Node, Tensor] = {}
         self.wanted = {node for unit in kinds for node in unit.inputs}
+        self.few = {node for unit in others for node in unit.inputs} - self.wanted
         self.matrices: dict[fx.Node, list[StoredMatrix]] = {}
         for matrix in stored_matrices(stages.final):
             self.matrices.setdefault(matrix.node, []).append(matrix)
@@ -247,10 +255,10 @@ class _Seen:
             self.static = max(self.static, (ratio, str(node.meta.get("module", ""))))
 
     def after(self, node: fx.Node, value: Any) -> None:
-        if node in self.wanted:
+        if node in self.wanted or node in self.few:
             # Rows of the last sample: every token's, or the chosen ones.
             count = self.lengths[-1] if len(value) == sum(self.lengths) else self.row_lengths[-1]
-            self.values[node] = value[-count:].clone()
+            self.values[node] = value[-(count if node in self.wanted else min(count, FEW)) :].clone()
 
     def rounding(self) -> list[StageCheck]:
         recipe = self.stages.recipe
