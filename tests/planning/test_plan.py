@@ -224,8 +224,7 @@ def test_time_and_memory_of_a_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"])
-@pytest.mark.parametrize("value", [0, -1])
-def test_an_empty_model_is_refused(tmp_path: Path, size: str, value: int) -> None:
-    model = write(tmp_path / "model", {**LLAMA_70B, size: value})
+def test_an_empty_model_is_refused(tmp_path: Path, size: str) -> None:
+    model = write(tmp_path / "model", {**LLAMA_70B, size: 0})
     result = run(model, "--plan", "--device", "A100-80GB")
     assert result.exit_code == 2 and size in result.output, result.output
