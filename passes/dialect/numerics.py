@@ -21,10 +21,10 @@ def dequantise(codes: Tensor, scales: Tensor | None, offsets: Tensor | None, wei
     k = codes.shape[-1]
     group = form.group or k
     if k % group:
-        scale, shift = (None if part is None else spread(part, group, k) for part in (scales, offsets))
+        scale, shift = spread(scales, group, k), None if offsets is None else spread(offsets, group, k)
         groups = weight
     else:  # in place, by groups: nothing as large as the matrix is made beside it
-        scale, shift = (None if part is None else part.float()[..., None] for part in (scales, offsets))
+        scale, shift = scales.float()[..., None], None if offsets is None else offsets.float()[..., None]
         groups = weight.unflatten(-1, (-1, group))
     if shift is None:
         groups.mul_(scale)

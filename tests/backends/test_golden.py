@@ -77,7 +77,7 @@ def test_goldens_are_read_as_they_were_written(tmp_path: Path) -> None:
         lambda value: value.update(samples=[]),
         lambda value: value.update(largest=0.0),
         lambda value: value.update(tolerance=None),
-        lambda value: value.update(rounding=-1.0),
+        lambda value: value.update(rounding={"mean": 0.1, "worst": -1.0}),
         lambda value: value["samples"][0].update(rows=[[1, [2], [3.0], 4.0]]),
         lambda value: value["samples"][0].update(rows=[[0, [2], [3.0, 1.0], 4.0]]),
         lambda value: value["samples"][0].update(rows=[]),
@@ -172,15 +172,18 @@ def test_integers_may_round_otherwise_but_not_by_more_than_rounding_costs() -> N
     kept = Kept()
     for tokens, source, own in zip(SAMPLES, noisy(0.3, 1)(SAMPLES), answers(SAMPLES), strict=True):
         kept.add(tokens, source, own)
-    assert 0.01 < kept.divergence < 0.2
+    own = kept.rounding
+    assert own is not None and 0.01 < own.mean < 0.2 < 20 * own.mean and own.mean < own.worst
     strict = replace(golden_of(SAMPLES), max_perplexity_ratio=None)
-    golden = replace(strict, rounding=kept.divergence)
+    golden = replace(strict, rounding=own)
     again = noisy(0.3, 2)  # as far from the Program as the source is, in other places
     assert not check_golden(strict, again, VOCAB).passed
     report = check_golden(golden, again, VOCAB)
     assert report.passed and report.logit_error > 3 * golden.tolerance
-    assert 0.5 * kept.divergence < report.divergence < 2 * kept.divergence
-    for fault in (noisy(0.9, 2), wrong(3, 0, -20.0, chunk=1), wrong(0, 0, float("nan"))):
+    assert 0.5 * own.mean < report.divergence < 2 * own.mean
+    lost = wrong(2, 17, -2.0, chunk=1)  # one row that is garbage: the mean alone would let it pass
+    assert check_golden(replace(golden, rounding=replace(own, worst=99.0)), lost, VOCAB).passed
+    for fault in (lost, noisy(0.9, 2), wrong(3, 0, -20.0, chunk=1), wrong(0, 0, float("nan"))):
         assert not check_golden(golden, fault, VOCAB).passed
 
 

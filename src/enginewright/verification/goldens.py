@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from enginewright.backends.golden import Golden, GoldenSample, Identity, divergence, golden_sample, logsumexp
+from enginewright.backends.golden import (
+    Golden,
+    GoldenSample,
+    Identity,
+    Rounding,
+    divergence,
+    golden_sample,
+    logsumexp,
+)
 
 if TYPE_CHECKING:
     from enginewright.recipes.recipe import Recipe
@@ -59,7 +67,7 @@ class Kept:
         self.beginnings: list[Beginning] = []
         self.largest = 0.0
         self._loss, self._scored = 0.0, 0
-        self._diverged = 0.0
+        self._divergences: list[float] = []
         self._bits = hashlib.sha256()
 
     def add(self, tokens: list[int], reference: Floats, logits: Floats) -> None:
@@ -68,7 +76,7 @@ class Kept:
         logits = logits[: len(tokens)]
         self._bits.update(np.ascontiguousarray(logits, np.float32).data)
         self.samples.append(golden_sample(tokens, logits))
-        self._diverged += sum(divergence(row, reference[row.row]) for row in self.samples[-1].rows)
+        self._divergences += [divergence(row, reference[row.row]) for row in self.samples[-1].rows]
         begin = slice(_INTERPRETED)
         self.beginnings.append(Beginning(tokens[begin], reference[begin].copy(), logits[begin].copy()))
         self.largest = float(np.maximum(self.largest, np.abs(logits).max()))
@@ -82,16 +90,17 @@ class Kept:
         return math.exp(min(self._loss / max(self._scored, 1), 700.0))
 
     @property
-    def divergence(self) -> float:
-        """The mean divergence of the judge from what answered, at the kept rows."""
-        return self._diverged / max(sum(len(sample.rows) for sample in self.samples), 1)
+    def rounding(self) -> Rounding | None:
+        """How far the judge is from what answered, at the kept rows; None where it is nowhere else."""
+        found = Rounding.of(self._divergences)
+        return found if found.mean > 0 and math.isfinite(found.worst) else None
 
     def golden(
         self,
         allowed: float,
         limits: Mapping[str, float],
         identity: Identity | None = None,
-        rounding: float | None = None,
+        rounding: Rounding | None = None,
     ) -> Golden:
         """The goldens, with what a deviation may be. `identity`: of what computed them, where it always gives the same bits;
         `rounding`: as Golden has it."""

@@ -62,6 +62,7 @@ STATIC = 8.0
 _ENGINE = 1e-4
 _OF_ROUNDING = 2.0  # runs that round anew after a tie differ by √2 of what rounding costs where they have nothing in common
 _TIE = 1e-5  # of the largest score: a gap between the last that is chosen and the next that decides nothing
+_MOST_EXCUSED = 0.5  # of the rows
 _KEPT_BYTES = 96 << 20  # of each kind of logits that are kept
 
 
@@ -176,8 +177,11 @@ class Stages:
                     self.worst_sample = index
                 where = f"sample {index}, position {self.rows[index][int(error.argmax())]}"
         lost = sum(len(rows) - first for rows, first in zip(self.rows, excused, strict=True))
+        count = sum(map(len, self.rows))
         if lost:
-            where += f"; {lost} of {sum(map(len, self.rows))} rows excused by a tie between experts"
+            where += f"; {lost} of {count} rows excused by a tie between experts"
+        if lost > _MOST_EXCUSED * count:  # chance ties a few experts; a router that says nothing ties all
+            value = math.inf
         return StageCheck("structure", "largest logit error, rounding taken out", value, STRUCTURE, where)
 
     def _engine(self, logits: Sequence[Array]) -> StageCheck:

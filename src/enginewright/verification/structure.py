@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from enginewright.backends.artifact import Artifact
 from enginewright.backends.base import Executor
 from enginewright.backends.golden import (
-    OF_ROUNDING,
+    Rounding,
     beyond_tolerance,
     divergence,
     golden_sample,
@@ -74,22 +75,21 @@ def verify_structure(
             witness=kept.add,
             stages=stages,
         )
-    own = kept.divergence if integers and kept.divergence > 0 else None
-    golden = kept.golden(allowed, limits, rounding=own)
+    golden = kept.golden(allowed, limits, rounding=kept.rounding if integers else None)
     write_golden(golden, artifact.path)
     report("what was lowered, interpreted")
     interpreted, failures = None, []
     executor = target.rehearse(program, recipe, artifact)
     if executor is not None:
         with _engine(artifact, executor) as engine:
-            interpreted, errors = _interpret(engine, kept.beginnings, kept.largest)
-        beyond = beyond_tolerance(errors, allowed)
-        off, cost = interpreted["divergence"], interpreted["rounding"]
+            rows = _interpret(engine, kept.beginnings, kept.largest)
+        interpreted = rows.figures()
+        beyond = beyond_tolerance(rows.errors, allowed)
         if integers and beyond:
-            beyond += (
-                f"; they diverge by {off:.3g} nats, rounding alone by {cost:.3g}, the limit is twice that"
-            )
-        if beyond and not (integers and off <= OF_ROUNDING * cost):
+            off, cost = Rounding.of(rows.divergences), Rounding.of(rows.rounding)
+            beyond += f"; they diverge by {off.mean:.3g} nats, {off.worst:.3g} in the worst row, where rounding alone costs "
+            beyond += f"{cost.mean:.3g} and {cost.worst:.3g}; the limits are twice that"
+        if beyond and not (integers and Rounding.of(rows.rounding).explains(rows.divergences)):
             failures.append(f"what was lowered, interpreted: {beyond}")
     return verification.as_structure_only({**golden.counts, "tolerance": allowed}, interpreted, failures)
 
@@ -99,28 +99,35 @@ def _engine(artifact: Artifact, executor: Executor) -> Engine:
     return Engine(artifact, executor, cache_tokens=window + 4096, max_sequences=8)
 
 
-def _interpret(
-    engine: Engine, beginnings: Sequence[Beginning], largest: float
-) -> tuple[dict[str, Any], list[float]]:
-    """Figures of `engine` beside the Program's logits: the texts together in chunks, and their first tokens one by one; and each
-    row's largest difference, as a share of the largest logit.
+@dataclass
+class _Rows:
+    """Of each interpreted row: its largest difference from the Program, as a share of the largest logit, its divergence from the
+    Program, and the judge's, both in nats."""
 
-    `divergence`: of its answers from the Program's, in nats; `rounding`: of the judge's at the same rows.
-    """
-    errors: list[float] = []
-    off = cost = 0.0
+    errors: list[float] = field(default_factory=list)
+    divergences: list[float] = field(default_factory=list)
+    rounding: list[float] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        error = max(self.errors)
+        return {
+            "rows": len(self.errors),
+            "relative_logit_error": error if math.isfinite(error) else math.inf,
+            "divergence": float(np.mean(self.divergences)),
+            "rounding": float(np.mean(self.rounding)),
+        }
+
+
+def _interpret(engine: Engine, beginnings: Sequence[Beginning], largest: float) -> _Rows:
+    """`engine` beside the Program: the texts together in chunks, and their first tokens one by one."""
+    found = _Rows()
     texts = [begin.tokens for begin in beginnings]
     few = [tokens[:5] for tokens in texts]
-    for found in (engine.logits(texts, chunk_size=7), engine.logits(few, chunk_size=1)):
-        for logits, begin in zip(found, beginnings, strict=True):
+    for answers in (engine.logits(texts, chunk_size=7), engine.logits(few, chunk_size=1)):
+        for logits, begin in zip(answers, beginnings, strict=True):
             wanted = begin.logits[: len(logits)]
-            errors += (np.abs(logits.astype(np.float64) - wanted).max(-1) / largest).tolist()
+            found.errors += (np.abs(logits.astype(np.float64) - wanted).max(-1) / largest).tolist()
             for row in golden_sample(begin.tokens[: len(logits)], wanted, every=True).rows:
-                off += divergence(row, logits[row.row])
-                cost += divergence(row, begin.judged[row.row])
-    rows = len(errors)
-    figures = {"relative_logit_error": max(errors), "divergence": off / rows, "rounding": cost / rows}
-    return {
-        "rows": rows,
-        **{key: value if math.isfinite(value) else math.inf for key, value in figures.items()},
-    }, errors
+                found.divergences.append(divergence(row, logits[row.row]))
+                found.rounding.append(divergence(row, begin.judged[row.row]))
+    return found
