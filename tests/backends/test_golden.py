@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 import enginewright
 from enginewright.backends.artifact import open_engine
@@ -22,6 +24,7 @@ from enginewright.recipes.errors import ArtifactError, VerificationError
 from enginewright.recipes.recipe import load_recipe
 from enginewright.runtime import first_load
 from enginewright.verification.goldens import Kept, tolerance
+from enginewright.verification.on_disk import verify_engine
 from tests.passes import architectures
 
 VOCAB = 50
@@ -239,6 +242,26 @@ def test_an_engine_that_did_not_run_says_so_and_takes_its_goldens_along(built: P
     told = CliRunner(env={"COLUMNS": None}).invoke(command, ["inspect", str(built)]).output
     assert "verification: structure-only" in told and "its target could not run here" in told
     assert "checked at the first load" in told and "what was lowered, interpreted" in told
+
+
+def test_where_it_cannot_run_it_is_verified_by_its_build(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuBackend, "runs_here", lambda self, manifest: "no such processor")
+    model = architectures.folder("gemma2")
+    report = verify_engine(built, model)
+    checks = {check.name: check for check in report.checks}
+    own, source = checks["the engine's own answers"], checks["the model that it was built from"]
+    assert report.passed and source.passed and own.passed is None and "no such processor" in own.found
+    assert report.verification is not None
+    assert report.verification["mean_kl"] == open_engine(built).manifest["verification"]["mean_kl"]
+    (tmp_path / "baseline.json").write_text(json.dumps(report.to_dict()))
+    assert verify_engine(built, model, baseline=tmp_path / "baseline.json").passed
+    other = shutil.copytree(model, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] *= -1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    assert not verify_engine(built, other).passed  # the same shapes, another model
 
 
 def test_the_first_load_asks_and_later_ones_do_not(

@@ -147,6 +147,10 @@ def test_a_baseline_holds_quality_and_size(built: Path, tmp_path: Path) -> None:
         assert "since the baseline was written" in " ".join(error.split())
         assert held({name: value}, {name: 2.0}).exit_code == 0
     assert held({}, {"speed": 1.0}).exit_code == 2
+    baseline.write_text(json.dumps({**earlier, "model": {**earlier["model"], "parameters": 5}}))
+    result = run(built, *model, "--baseline", baseline)
+    assert result.exit_code == 2 and "another model's" in result.output
+    baseline.write_text(json.dumps(earlier))
     assert run(built, "--baseline", baseline).exit_code == 2
     assert run(built, *model, "--level", "full", "--baseline", baseline).exit_code == 2
     baseline.write_text("{}")

@@ -23,6 +23,7 @@ __all__ = ["ALLOWED", "compare_with_baseline", "read_baseline"]
 ALLOWED = {"mean_kl": 0.05, "p999_kl": 0.10, "top1_agreement": 0.02, "perplexity_ratio": 0.02, "bytes": 0.01}
 """How much worse a figure may become where the baseline does not say."""
 
+_SAME = ("architecture", "parameters")
 _HIGHER_IS_BETTER = ("top1_agreement",)
 _NOISE = 1e-6  # of a figure: that of an engine whose answers are the source's to the last bits
 
@@ -32,7 +33,12 @@ def read_baseline(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"the baseline {path} cannot be read", found=str(error)) from error
+        raise InputError(
+            f"the baseline {path} cannot be read",
+            found=str(error),
+            expected="what `engine verify ENGINE --against MODEL --json FILE` writes",
+            action="name that file",
+        ) from error
     needed = isinstance(found, dict) and isinstance(found.get("verification"), dict) and "bytes" in found
     if not needed:
         raise InputError(
@@ -78,6 +84,14 @@ def compare_with_baseline(report: EngineReport, baseline: Mapping[str, Any]) -> 
             "the baseline was made at another level",
             found=f"--level {report.level}",
             expected=f"--level {baseline.get('level')}",
+        )
+    earlier, model = baseline.get("model"), report.to_dict()["model"]
+    if isinstance(earlier, dict) and any(earlier.get(name) != model[name] for name in _SAME):
+        raise InputError(
+            "the baseline is another model's",
+            found=", ".join(f"{name} {earlier.get(name)}" for name in ("source", *_SAME)),
+            expected=", ".join(f"{name} {model[name]}" for name in _SAME),
+            action="name the baseline of this model, or write one with --json",
         )
     allowed = {**ALLOWED, **baseline.get("allowed", {})}
     now = {**report.verification, "bytes": report.to_dict()["bytes"]}

@@ -68,8 +68,9 @@ class EngineReport:
         return [check for check in self.checks if check.passed is False]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: for --json, and for a baseline (`baseline.py` reads engine, bytes and verification)."""
+        """Plain values: for --json, and for a baseline (`baseline.py` reads model, level, bytes and verification)."""
         manifest = self.manifest
+        model = manifest.get("model", {})
         return {
             "engine": self.engine,
             "level": self.level,
@@ -77,6 +78,7 @@ class EngineReport:
             "seconds": round(self.seconds, 3),
             "enginewright_version": manifest.get("enginewright_version"),
             "backend": manifest.get("backend"),
+            "model": {name: model.get(name) for name in ("source", "architecture", "parameters")},
             "recipe": manifest.get("recipe", {}).get("name"),
             "manifest_sha256": manifest.get("manifest_sha256"),
             "bytes": sum(entry["bytes"] for entry in manifest.get("files", {}).values()),

@@ -213,6 +213,11 @@ class Figures:
                 found.append(Band(first, last, int(inside.sum()), *middle, top1, float(errors[inside].max())))
         return found
 
+    @property
+    def reference_perplexity(self) -> float:
+        """The reference's own, on all tokens that were scored."""
+        return math.exp(min(self.reference_loss / max(self.scored, 1), 700.0))
+
     def verdict(
         self,
         samples: int,
@@ -267,7 +272,7 @@ class Figures:
             top1_agreement=figures["min_top1"],
             top5_agreement=self.shared / (_BEST * len(kl)),
             ties=ties,
-            reference_perplexity=math.exp(min(self.reference_loss / scored, 700.0)),
+            reference_perplexity=self.reference_perplexity,
             perplexity=math.exp(min(self.loss / scored, 700.0)),
             perplexity_ratio=figures["max_perplexity_ratio"],
             invariant=invariant,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginewright import __version__
 from enginewright.backends import writer_of
@@ -21,7 +21,11 @@ from enginewright.runtime.engine import load
 
 from .baseline import compare_with_baseline, read_baseline
 from .checks import Check, EngineReport, checks_of, verdict_of_build
-from .compare import verify
+from .compare import judge_logits, verify
+from .figures import Figures
+
+if TYPE_CHECKING:
+    from enginewright.passes.program import Program
 
 __all__ = ["verify_engine"]
 
@@ -96,6 +100,9 @@ def verify_engine(
         with progress.stage("verify") as record:
             report.verification = _against(artifact, against, adapter, level, threads, progress)
             record.detail = f"mean KL {report.verification['mean_kl']:.3g}"
+        if (reason := _cannot_run(artifact)) is not None:
+            told = f"{reason}; figures, stages and limits are those of its build, and of its Program"
+            report.checks.append(Check("figures", "the engine's own answers", None, told))
         if (same := _source(artifact.manifest, report.verification)) is not None:
             report.checks.append(same)
         report.checks += checks_of(report.verification)
@@ -174,11 +181,17 @@ def _damaged(path: str | os.PathLike[str], level: str, error: ArtifactError) -> 
     return report
 
 
+def _cannot_run(artifact: Artifact) -> str | None:
+    """Why this machine cannot run an engine that serves; None where it can."""
+    backend = writer_of(artifact.manifest)
+    return backend.runs_here(artifact.manifest) if backend.serves else None
+
+
 def _goldens(artifact: Artifact, threads: int | None) -> Check:
     """The recorded answers, asked for again through the runtime."""
     words = "recorded answers"
     backend = writer_of(artifact.manifest)
-    reason = backend.runs_here(artifact.manifest)
+    reason = _cannot_run(artifact)
     if reason is not None:
         return Check("goldens", words, None, reason)
     golden = read_golden(artifact.file(GOLDEN))
@@ -215,6 +228,8 @@ def _against(
     _require_same(manifest["model"], asdict(judge.facts), os.fspath(model))
     limits = {key: value for key, value in manifest["recipe"]["verify"].items() if value is not None}
     backend = writer_of(manifest)
+    if _cannot_run(artifact) is not None:
+        return _of_its_build(artifact, judge)
     if not backend.serves:
         with backend.answers(artifact) as answers:
             found = verify(
@@ -229,6 +244,19 @@ def _against(
             engine, judge, limits, demand_invariance=backend.exact, level=level, report=progress.update
         )
         return found.to_dict()
+
+
+def _of_its_build(artifact: Artifact, judge: Program) -> dict[str, Any]:
+    """The figures of the build of an engine that cannot run here, which are its Program's; of the judge the perplexity is taken
+    again, on the samples of the goldens, so that another model is noticed."""
+    recorded = dict(artifact.manifest["verification"])
+    if GOLDEN not in artifact:
+        return recorded
+    figures = Figures()
+    for sample in read_golden(artifact.file(GOLDEN)).samples:
+        logits = judge_logits(judge, list(sample.tokens))
+        figures.add(sample.tokens, logits, logits)
+    return recorded | {"reference_perplexity": figures.reference_perplexity}
 
 
 def _require_same(built: Mapping[str, Any], found: Mapping[str, Any], model: str) -> None:
