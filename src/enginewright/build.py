@@ -8,9 +8,7 @@ verification is the captured Program, kept from before the first pass.
 
 from __future__ import annotations
 
-import math
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,13 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from enginewright import __version__
 from enginewright.backends import aim, flavoured, get_backend
 from enginewright.backends.artifact import Artifact, ArtifactWriter, open_engine
 from enginewright.backends.base import Backend
-from enginewright.backends.golden import write_golden
 from enginewright.backends.requirements import adapt
 from enginewright.build_cache import BuildCache, build_key, build_through_cache, build_twice
+from enginewright.build_records import build_log, manifest_of
 from enginewright.calibration import check_calibration, from_file, from_model
 from enginewright.distillation import distil_head
 from enginewright.html_report import first_layer
@@ -45,12 +42,11 @@ from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import Recipe, load_recipe
 from enginewright.report import TOKENS, check_report, write_report
 from enginewright.runtime.engine import Engine, load
-from enginewright.verification import Verification, text_tokens, verify
+from enginewright.verification import text_tokens
 from enginewright.verification.bisection import Bisection
 from enginewright.verification.bisection import bisect as find_culprit
-from enginewright.verification.goldens import Kept, tolerance
 from enginewright.verification.stages import Stages
-from enginewright.verification.structure import verify_structure
+from enginewright.verification.unpublished import verify_unpublished
 
 _ONE_AT_A_TIME = threading.Lock()  # torch.export patches the whole process while it traces
 
@@ -134,7 +130,7 @@ def optimize(
             expected="draft.layers null or 0",
             action="leave draft.layers out, or build with --backend cpu",
         )
-    out = Path(out) if out is not None else Path("engines") / _default_name(model, adapter, resolved)
+    out = Path(out) if out is not None else Path("engines") / _default_name(model, adapter, resolved, aimed)
     if dump is not None:
         try:
             Path(dump).mkdir(parents=True, exist_ok=True)
@@ -254,14 +250,14 @@ def _build(order: _Order, out: Path, force: bool) -> tuple[Artifact, list[dict[s
             )
             record.detail = f"{sum((writer.path / file).stat().st_size for file in files) / 1e6:,.1f} MB"
         source.write_tokenizer(writer.path)
-        manifest = _manifest(program, source, resolved, target)
+        manifest = manifest_of(program, source, resolved, target)
         if samples is not None:
             manifest["calibration"] = {**samples.provenance(), **records, **head_record}
-        build = _build_log(passes, program.notes)
+        build = build_log(passes, program.notes)
         build["graphs"] = {"captured": first_layer(judge), "final": first_layer(program)}
         with progress.stage("verify") as record:
             stages = Stages(program, target, resolved, manifest)
-            verification = _verify(writer, manifest, build, judge, stages, progress)
+            verification = verify_unpublished(writer, manifest, build, judge, stages, progress)
             record.detail = f"KL {verification.mean_kl:.3g}, top-1 {verification.top1_agreement:.1%}"
         manifest["verification"] = verification.to_dict()
         layers: list[dict[str, Any]] = []
@@ -284,10 +280,14 @@ def _build(order: _Order, out: Path, force: bool) -> tuple[Artifact, list[dict[s
 
 
 def _default_name(
-    model: str | os.PathLike[str], adapter: str | os.PathLike[str] | None, recipe: Recipe
+    model: str | os.PathLike[str], adapter: str | os.PathLike[str] | None, recipe: Recipe, backend: Backend
 ) -> str:
+    """MODEL-RECIPE of the cpu; what other backends write says which, so that none is in another's way."""
     merged = f"-{Path(adapter).resolve().name}" if adapter is not None else ""
-    return f"{Path(model).name.removesuffix('.gguf')}{merged}-{recipe.name}"
+    kind = "" if backend.name == "cpu" else f"-{backend.name}"
+    if recipe.onnx.flavour != "plain":
+        kind += f"-{recipe.onnx.flavour}"
+    return f"{Path(model).name.removesuffix('.gguf')}{merged}-{recipe.name}{kind}"
 
 
 def _costs(
@@ -397,98 +397,6 @@ def _run_passes(
         for entry in records
     ]
     return log, {entry.name: dict(entry.record) for entry in records if entry.record}
-
-
-def _manifest(program: Program, source: ModelSource, recipe: Recipe, backend: Backend) -> dict[str, Any]:
-    """Everything in engine.json but files, hashes and verification. Nothing here may differ between equal builds."""
-    facts = asdict(program.facts)
-    groups = facts.pop("kv_groups")
-    for group in groups:
-        page_size = recipe.kv_cache.tokens_a_page(program.facts.max_context)
-        group.update(format=recipe.kv_cache.format, page_size=page_size)
-    resolved = recipe.resolved()
-    resolved["calibration"]["source"] = Path(recipe.calibration.source).name  # no path of this machine
-    model = {**facts, "source": source.name}
-    if source.adapter is not None:
-        model["adapter"] = {"name": source.adapter.name, "sha256": source.adapter.fingerprint}
-    return {
-        "enginewright_version": __version__,
-        "backend": backend.name,
-        "target": backend.target,
-        "model": model,
-        "recipe": resolved,
-        "kv_groups": groups,
-        "io": {
-            "inputs": ["tokens", "positions", "seq_starts", "context_lens", "page_tables", "logit_rows"],
-            "outputs": ["logits"],
-        },
-        **backend.sections(),
-    }
-
-
-def _build_log(passes: list[dict[str, Any]], notes: list[str]) -> dict[str, Any]:
-    """What build.json holds: how this engine came to be, on which machine, with which versions."""
-    import torch
-    import transformers
-
-    return {
-        "passes": passes,
-        "notes": list(notes),
-        "host": {
-            "machine": platform.machine(),
-            "system": platform.platform(),
-            "python": platform.python_version(),
-        },
-        "versions": {
-            "enginewright": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "built_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def _verify(
-    writer: ArtifactWriter,
-    manifest: dict[str, Any],
-    build: dict[str, Any],
-    judge: Program,
-    stages: Stages,
-    progress: Progress,
-) -> Verification:
-    """Load the unpublished folder, through the runtime where the backend serves, and hold it against the judge.
-
-    Where the engine cannot run here, the final Program is held against it instead, and what was lowered against that.
-    """
-    names: dict[str, dict[str, Any]] = {
-        path.relative_to(writer.path).as_posix(): {} for path in writer.path.rglob("*") if path.is_file()
-    }
-    unpublished = Artifact(writer.path, {**manifest, "files": names})
-    program, recipe, target = stages.final, stages.recipe, stages.target
-    limits = {key: value for key, value in asdict(recipe.verify).items() if value is not None}
-    options: dict[str, Any] = {
-        "demand_invariance": target.exact,
-        "stages": stages,
-        "report": progress.update,
-    }
-    if not target.serves:
-        with target.answers(unpublished) as answers:
-            return verify(answers, judge, limits, **options)
-    reason = target.runs_here(manifest)
-    if reason is not None:
-        build["not_run"] = reason
-        return verify_structure(
-            unpublished, program, judge, recipe, target, limits, progress.update, stages=stages
-        )
-    window = max(group["window"] for group in manifest["kv_groups"])
-    with load(unpublished, cache_tokens=window + 4096, max_sequences=8) as engine:
-        build["isa"] = isa = getattr(engine.executor, "isa", None)  # the figures hold for this kernel variant
-        kept = Kept()
-        found = verify(engine, judge, limits, witness=kept.add, **options)
-        if math.isfinite(kept.largest):
-            identity = {"isa": str(isa), "version": __version__} if target.exact else None
-            write_golden(kept.golden(tolerance(recipe), limits, identity), writer.path)
-        return found
 
 
 def _bisect(
