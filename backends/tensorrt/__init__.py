@@ -56,7 +56,10 @@ class TensorRTBackend:
         return capabilities()
 
     def gate(self, recipe: Recipe, source: ModelSource) -> None:
-        return None
+        """Nothing to refuse of the model; of the recipe, what the oldest targets have not."""
+        from enginewright.backends.tensorrt.turing import refuse_formats
+
+        refuse_formats(recipe, [target for target in self.target.split(",") if target])
 
     def lower(
         self,

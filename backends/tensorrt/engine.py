@@ -14,9 +14,9 @@ from enginewright.backends.tensorrt.build import Built, build_plan
 from enginewright.backends.tensorrt.estimate import Estimate, available_memory, estimate, require_memory
 from enginewright.backends.tensorrt.lower import Lowered, Options, define
 from enginewright.backends.tensorrt.plan_text import PlanText, read_plan
-from enginewright.backends.tensorrt.targets import plan_name, without_bf16
+from enginewright.backends.tensorrt.targets import plan_name
+from enginewright.backends.tensorrt.turing import refuse_network
 from enginewright.passes.program import Program
-from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import Recipe
 
 __all__ = ["limits_of", "lower", "options_of"]
@@ -51,9 +51,9 @@ def lower(
 
     Before anything is built, all that cannot be lowered is told (LoweringError), and too little memory (InputError).
     """
-    _require_bf16(program, recipe, targets)
     network, builder = new_network()
     lowered = define(program, network, options_of(recipe))
+    refuse_network(lowered, targets)
     limits = limits_of(program, recipe)
     needed = estimate(lowered.weight_bytes, program.facts.kv_groups, limits)
     require_memory(needed, available_memory())
@@ -73,28 +73,6 @@ def lower(
     if progress is not None:
         progress("", len(together) * needed.weights, len(together) * needed.weights)
     return [built.path.name for _, built, _ in plans], _section(lowered, limits, targets, plans, needed)
-
-
-def _require_bf16(program: Program, recipe: Recipe, targets: Sequence[str]) -> None:
-    old = without_bf16(targets)
-    formats = {
-        "compute": recipe.compute,
-        "kv_cache.format": recipe.kv_cache.format,
-        **{
-            f"{role}.weight": getattr(recipe, role).weight
-            for role in ("linear", "embedding", "head", "router")
-        },
-        **{f"overrides.{index}.weight": item.weight for index, item in enumerate(recipe.overrides)},
-        "outliers.threshold (columns in bf16)": "bf16" if recipe.outliers.threshold is not None else "",
-    }
-    asked = [f"{key} {value}" for key, value in formats.items() if value == "bf16"]
-    if old and asked:
-        raise InputError(
-            f"{', '.join(old)} has no bf16",
-            found=", ".join(asked),
-            expected="f16",
-            action="set them to f16, or leave this target out",
-        )
 
 
 def _told(built: Built, text: PlanText, groups: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from enginewright.backends.tensorrt.api import library
 from enginewright.recipes.errors import InputError, near_matches
 
-__all__ = ["CURRENT", "GPUS", "PLAN", "is_here", "parse_targets", "plan_name", "supported", "without_bf16"]
+__all__ = ["CURRENT", "GPUS", "PLAN", "is_here", "parse_targets", "plan_name", "supported", "turing"]
 
 GPUS = {
     "sm70": "V100", "sm72": "Jetson Xavier", "sm75": "T4, RTX 20", "sm80": "A100, A30", "sm86": "A10, A40, RTX 30",
@@ -109,8 +109,8 @@ def _check(target: str) -> None:
     )
 
 
-def without_bf16(targets: Sequence[str]) -> list[str]:
-    """Those whose tensor cores have no bf16: all before compute capability 8.0."""
+def turing(targets: Sequence[str]) -> list[str]:
+    """Those before compute capability 8.0: see turing.py for what they lack."""
     return [target for target in targets if int(target[2:]) < 80]
 
 

@@ -84,7 +84,7 @@ def split(
     form = parse_weight(weight_format)
     k = codes.shape[-1]
     bits = 4 if form.bits <= 4 else 8
-    middle = 0 if form.symmetric else (8 if bits == 4 else 128)
+    middle = 0 if form.symmetric else 1 << form.bits - 1
     block = _block(k, form.group, bits)
     fill = -k % block
     scale = _in_blocks(scales, form.group, k, block)

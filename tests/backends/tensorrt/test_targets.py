@@ -8,7 +8,7 @@ import pytest
 
 from enginewright.backends import aim, get_backend
 from enginewright.backends.tensorrt import api
-from enginewright.backends.tensorrt.targets import parse_targets, plan_name, supported, without_bf16
+from enginewright.backends.tensorrt.targets import parse_targets, plan_name, supported, turing
 from enginewright.recipes.errors import InputError
 
 
@@ -81,4 +81,4 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_files_and_formats_by_target() -> None:
     assert plan_name(["sm80"]) == "plan-sm80.engine"
     assert plan_name(["sm80", "sm86"]) == "plan-sm80-sm86.engine"
-    assert without_bf16(["sm75", "sm80", "sm120"]) == ["sm75"]
+    assert turing(["sm75", "sm80", "sm120"]) == ["sm75"]

@@ -34,6 +34,16 @@ def test_a_matrix_in_blocks_has_the_same_values(name: str, k: int) -> None:
     np.testing.assert_allclose(values[:k].T, dequantise(stored).numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", [name for name in INTEGERS if parse_weight(name).bits < 8])
+def test_codes_lie_around_zero(name: str) -> None:
+    """What the correction adds, in 16 bits, is no larger than the weights: else it would drown them."""
+    weight = torch.randn(6, 96, generator=torch.Generator().manual_seed(2))
+    stored = quantise_rtn(weight, name)
+    assert stored.scales is not None
+    matrix = split(stored.codes, stored.scales, stored.offsets, name)
+    assert matrix.shift is not None and np.median(np.abs(matrix.shift)) < 0.5 * float(weight.abs().max())
+
+
 def test_a_stack_of_matrices_is_split_like_each_of_them() -> None:
     weight = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1))
     stored = quantise_rtn(weight, "int4_g16")
