@@ -92,6 +92,7 @@ class OnnxExecutor:
         self._pools.bind(self._binding)
 
     def copy_pages(self, group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        self._having_pools()
         self._pools.copy_pages(group, sources, destinations)
 
     def fill_pool(self, value: float) -> None:
@@ -105,9 +106,7 @@ class OnnxExecutor:
     # Steps.
 
     def step(self, step: StepInput) -> Floats:
-        self._open()
-        if self._binding is None:
-            raise StepError("there is no pool", action="call create_pool first")
+        self._having_pools()
         limits = StepLimits(
             self.max_tokens,
             self.max_rows,
@@ -148,6 +147,11 @@ class OnnxExecutor:
     def _open(self) -> None:
         if self._session is None:
             raise StepError("the executor is closed")
+
+    def _having_pools(self) -> None:
+        self._open()
+        if self._binding is None:
+            raise StepError("there is no pool", action="call create_pool first")
 
 
 def _facts(session: Any, model: Path) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Graph:
         """A name that nothing else has."""
         count = self._names.get(stem, 0)
         self._names[stem] = count + 1
-        return stem if not count else f"{stem}.{count}"
+        return stem if not count else self.fresh(f"{stem}.{count}")
 
     # What goes in and out.
 

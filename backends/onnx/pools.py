@@ -130,6 +130,8 @@ class Pools:
         return self.pages[group] * self.page_sizes[group]
 
     def copy_pages(self, group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        if not 0 <= group < len(self.pages):
+            raise StepError("no such pool", found=f"group {group}", expected=f"0 to {len(self.pages) - 1}")
         if len(sources) != len(destinations):
             raise StepError(
                 "pages to copy", found=f"{len(sources)} to {len(destinations)}", expected="as many"

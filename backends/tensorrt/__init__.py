@@ -56,9 +56,11 @@ class TensorRTBackend:
         return capabilities()
 
     def gate(self, recipe: Recipe, source: ModelSource) -> None:
-        """Nothing to refuse of the model; of the recipe, what the oldest targets have not."""
+        """Nothing to refuse of the model; of the recipe, what the oldest targets have not, and steps that no plan takes."""
+        from enginewright.backends.tensorrt.engine import require_step
         from enginewright.backends.tensorrt.turing import refuse_formats
 
+        require_step(recipe)
         refuse_formats(recipe, [target for target in self.target.split(",") if target])
 
     def lower(

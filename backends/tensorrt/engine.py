@@ -17,9 +17,10 @@ from enginewright.backends.tensorrt.plan_text import PlanText, read_plan
 from enginewright.backends.tensorrt.targets import plan_name
 from enginewright.backends.tensorrt.turing import refuse_network
 from enginewright.passes.program import Program
+from enginewright.recipes.errors import InputError
 from enginewright.recipes.recipe import Recipe
 
-__all__ = ["limits_of", "lower", "options_of"]
+__all__ = ["limits_of", "lower", "options_of", "require_step"]
 
 _MOST_PAGES = 1 << 16
 _MOST_ELEMENTS = 2**31 - 1  # of a tensor
@@ -27,6 +28,18 @@ _MOST_ELEMENTS = 2**31 - 1  # of a tensor
 
 def options_of(recipe: Recipe) -> Options:
     return Options(recipe.compute, recipe.kv_cache.page_size)
+
+
+def require_step(recipe: Recipe) -> None:
+    """Raise InputError where the recipe's largest step has more places for queries than a tensor may have elements."""
+    sequences, tokens = recipe.tensorrt.sequences, recipe.tensorrt.tokens
+    if sequences * tokens > _MOST_ELEMENTS:
+        raise InputError(
+            "no plan takes such a step: its tensors would be too large",
+            found=f"tensorrt.sequences {sequences:,}, tensorrt.tokens {tokens:,}",
+            expected=f"a product of at most {_MOST_ELEMENTS:,}; 32 and 512 unless set",
+            action="set them to what a step is to hold at most",
+        )
 
 
 def limits_of(program: Program, recipe: Recipe) -> Limits:

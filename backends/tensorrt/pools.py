@@ -107,6 +107,10 @@ class Pools:
         """Copy page sources[i] to destinations[i], in order, in every layer of the group. Raises StepError before any."""
         if not 0 <= group < len(self.pages):
             raise StepError("no such pool", found=f"group {group}", expected=f"0 to {len(self.pages) - 1}")
+        if len(sources) != len(destinations):
+            raise StepError(
+                "pages to copy", found=f"{len(sources)} to {len(destinations)}", expected="as many"
+            )
         pairs = [(int(source), int(target)) for source, target in zip(sources, destinations, strict=True)]
         count = self.pages[group]
         for page in (page for pair in pairs for page in pair):

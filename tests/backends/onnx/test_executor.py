@@ -15,6 +15,7 @@ from enginewright.backends import get_backend  # noqa: E402
 from enginewright.backends.base import StepError, StepInput  # noqa: E402
 from enginewright.backends.onnx import installed, pools, providers  # noqa: E402
 from enginewright.backends.onnx.executor import OnnxExecutor  # noqa: E402
+from enginewright.backends.onnx.graph import Graph  # noqa: E402
 from enginewright.backends.onnx.lower import check_model  # noqa: E402
 from enginewright.backends.onnx.runs import Reading, parts, run_of  # noqa: E402
 from enginewright.recipes.errors import ArtifactError, InputError, LoweringError  # noqa: E402
@@ -207,6 +208,27 @@ def test_what_the_checker_says_is_shown(tmp_path: Path) -> None:
     with pytest.raises(LoweringError, match="onnx refuses the model") as refused:
         check_model(tmp_path / "model.onnx")
     assert "Gamm" in str(refused.value)
+
+
+def test_pages_that_are_not_there_are_not_copied() -> None:
+    executor = load("llama")
+    with pytest.raises(StepError, match="there is no pool"):
+        executor.copy_pages(0, [0], [1])
+    executor.create_pool([4])
+    for group in (-1, 1):
+        with pytest.raises(StepError, match="no such pool"):
+            executor.copy_pages(group, [0], [1])
+    with pytest.raises(StepError, match="a page to copy"):
+        executor.copy_pages(0, [0], [4])
+    executor.close()
+    with pytest.raises(StepError, match="closed"):
+        executor.copy_pages(0, [0], [1])
+
+
+def test_no_two_values_have_one_name() -> None:
+    graph = Graph()
+    asked = ["scale", "scale.1", "scale", "scale", "scale.1", "scale.1.1"]
+    assert len({graph.fresh(name) for name in asked}) == len(asked)
 
 
 def test_too_much_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,6 +289,8 @@ def test_copied_pages_continue_a_sequence(machine: Machine) -> None:
     for group, pages in ((2, [0]), (-1, [0]), (0, [24]), (0, [-1])):
         with pytest.raises(StepError, match="no such"):
             machine.executor.copy_pages(group, pages, [0])
+    with pytest.raises(StepError, match="as many"):
+        machine.executor.copy_pages(0, [0, 1], [2])
 
 
 def test_pools_are_dropped_when_nothing_uses_them_any_more(machine: Machine) -> None:

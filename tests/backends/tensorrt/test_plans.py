@@ -21,9 +21,10 @@ from enginewright.backends.tensorrt.bindings import Limits
 from enginewright.backends.tensorrt.build import Refusal, build_plan, in_child
 from enginewright.backends.tensorrt.lower import define
 from enginewright.backends.tensorrt.plan_text import PlanText, read_plan
+from enginewright.build import optimize
 from enginewright.recipes.errors import EnginewrightError, InputError, LoweringError
 from tests.backends.tensorrt.programs import final_of
-from tests.passes.architectures import save
+from tests.passes.architectures import folder, save
 
 LIMITS = Limits(sequences=4, tokens=32, context=256, page_size=16, pages=(64,))
 HIDDEN, HEAD, INNER = 128, 64, 256
@@ -165,6 +166,21 @@ def test_an_interrupt_ends_the_child() -> None:
     assert seen
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.parametrize(("sequences", "tokens"), [(32, 10**11), (10**11, 32), (1 << 16, 1 << 15)])
+def test_a_step_that_no_plan_takes_is_refused_before_any_work(
+    sequences: int, tokens: int, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="no plan takes such a step"):
+        optimize(
+            folder("llama"),
+            "fp16",
+            tmp_path / "out",
+            backend="tensorrt",
+            target="sm80",
+            overrides=[f"tensorrt.sequences={sequences}", f"tensorrt.tokens={tokens}"],
+        )
 
 
 def test_too_little_memory_is_told_before_building() -> None:
