@@ -186,7 +186,8 @@ class Engine:
             )
         self.max_context: int = max_context or longest
         self.tokenizer = Tokenizer(artifact.path) if "tokenizer.json" in artifact else None
-        max_sequences = min(max_sequences, getattr(executor, "max_sequences", max_sequences))
+        most = getattr(executor, "max_sequences", max_sequences)
+        max_sequences = min(max_sequences, most, executor.max_tokens, executor.max_rows)
         token_budget = min(max(token_budget, max_sequences), executor.max_tokens)
         chunk = min(chunk_size or token_budget, token_budget)
         pages = plan_pages(
@@ -196,6 +197,7 @@ class Engine:
             chunk=chunk,
             tokens=cache_tokens,
             limit_bytes=cache_bytes or DEFAULT_CACHE_BYTES,
+            most_pages=getattr(executor, "max_pages", None),
         )
         self.cache_tokens = tokens_held(executor.kv_groups, pages)
         self.longest = longest_sequence(executor.kv_groups, pages, max_context=self.max_context, chunk=chunk)

@@ -95,6 +95,7 @@ def held_to_goldens(artifact: Artifact, executor: Executor) -> GoldenReport:
         chunk=budget,
         tokens=total + slack,
         limit_bytes=DEFAULT_CACHE_BYTES,
+        most_pages=getattr(executor, "max_pages", None),
     )
     loop = EngineLoop(
         executor,

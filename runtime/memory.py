@@ -34,14 +34,20 @@ def plan_pages(
     tokens: int | None,
     limit_bytes: int,
     option: str = "cache_bytes, --kv-memory",
+    most_pages: Sequence[int] | None = None,
 ) -> list[int]:
     """Return the pages of each group.
 
     With `tokens` given, full-attention groups take so many tokens, otherwise as many as fit in `limit_bytes`; never
     more than max_sequences x max_context. A group with a window gets what max_sequences sequences can hold in it, at
-    most as much as the others. `chunk` is the most tokens of one sequence in a step. InputError when not even one token fits.
+    most as much as the others. `chunk` is the most tokens of one sequence in a step. `most_pages`: what each group's pool
+    can have at all. InputError when not even one token fits.
     """
     most = max_sequences * max_context
+    possible = [most] * len(groups) if most_pages is None else list(most_pages)
+    for group, count in zip(groups, possible, strict=True):
+        if not group.window:  # the others need no more than their sequences' windows
+            most = min(most, count * group.page_size)
     wanted = min(tokens or most, most)
     if tokens is None:
         low, high = 1, wanted  # the most tokens that fit
@@ -66,7 +72,8 @@ def plan_pages(
                 expected=f"at least {needed:,} bytes{told}",
                 action=f"give the cache more memory ({option}), or build with {other}",
             )
-    return _pages(groups, wanted, max_sequences, chunk)
+    pages = _pages(groups, wanted, max_sequences, chunk)
+    return [min(pair) for pair in zip(pages, possible, strict=True)]
 
 
 def plan_draft_pages(

@@ -66,7 +66,8 @@ class _Captured:
 class TensorRTExecutor:
     """Runs a plan. See `enginewright.backends.base.Executor` for the methods' contract.
 
-    `max_tokens`, `max_rows`: no more than the plan's profiles hold, whatever is asked for. `max_sequences`: of a step.
+    `max_tokens`, `max_rows`: no more than the plan's profiles hold, whatever is asked for. `max_sequences`: of a step;
+    `max_pages`: of each group's pool.
     `device`: the GPU, its driver and the library, in words. `graphs`: whether decode steps are captured.
     """
 
@@ -87,6 +88,7 @@ class TensorRTExecutor:
         self.vocab_size = description.vocab_size
         self.max_positions = limits.context
         self.max_sequences = limits.sequences
+        self.max_pages = [count - 1 for count in limits.pages]  # one is the zero page
         self.max_tokens = min(max_tokens or limits.tokens, limits.tokens)
         self.max_rows = min(max_rows or self.max_tokens, self.max_tokens)
         self.kv_groups: Sequence[KvGroupInfo] = [_info(group, limits) for group in description.groups]
@@ -125,7 +127,7 @@ class TensorRTExecutor:
     def create_pool(self, pages_per_group: Sequence[int]) -> None:
         _, stream = self._running()
         pages = [int(count) for count in pages_per_group]
-        most = [count - 1 for count in self._limits.pages]
+        most = self.max_pages
         if len(pages) != len(most) or not all(1 <= n <= m for n, m in zip(pages, most, strict=True)):
             raise StepError(
                 "pools of so many pages cannot be made", found=pages, expected=f"1 to {most} pages"

@@ -238,6 +238,29 @@ def test_the_cache_is_as_large_as_asked_and_never_larger_than_useful():
     assert 2000 < sum(n * group.page_bytes for n, group in zip(pages, groups, strict=True)) <= 3000
     with pytest.raises(InputError, match="room for nothing"):
         plan_pages(groups, tokens=None, limit_bytes=50, **common)
+    for most, wanted in (([40, 30], [40, 24]), ([40, 12], [40, 12]), ([64, 24], [64, 24])):
+        assert plan_pages(groups, tokens=None, limit_bytes=1 << 30, most_pages=most, **common) == wanted
+        assert plan_pages(groups, tokens=20, limit_bytes=1, most_pages=most, **common) == [5, 5]
+
+
+def test_an_engine_stays_within_what_its_executor_can_have(folder):
+    """Small steps and pools that cannot grow: as many sequences a step as fit, and no more pages than there can be."""
+
+    class Small(FakeExecutor):
+        max_pages = (7, 6)
+
+        def create_pool(self, pages):
+            assert all(1 <= count <= most for count, most in zip(pages, self.max_pages, strict=True))
+            super().create_pool(pages)
+
+    executor = Small(GROUPS, len(LETTERS))
+    executor.max_tokens, executor.max_rows = 3, 2
+    engine = make_engine(folder, executor)
+    assert engine.cache_tokens == 28
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7]]
+    found = engine.generate(prompts, max_tokens=8, ignore_eos=True)
+    wanted = make_engine(folder).generate(prompts, max_tokens=8, ignore_eos=True)
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
 
 
 @pytest.mark.parametrize("work", ["generate", "logits"])

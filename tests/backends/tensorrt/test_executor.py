@@ -293,6 +293,14 @@ def test_copied_pages_continue_a_sequence(machine: Machine) -> None:
         machine.executor.copy_pages(0, [0, 1], [2])
 
 
+def test_pools_are_as_large_as_the_executor_says_and_no_larger(machine: Machine) -> None:
+    most = machine.executor.max_pages
+    machine.executor.create_pool(most)
+    for group in range(len(most)):
+        with pytest.raises(StepError, match="so many pages"):
+            machine.executor.create_pool([count + (g == group) for g, count in enumerate(most)])
+
+
 def test_pools_are_dropped_when_nothing_uses_them_any_more(machine: Machine) -> None:
     """Copies of pages wait in the stream; what they use may not be freed before they have run."""
     for drop in (lambda: machine.executor.create_pool([9, 9]), machine.executor.close):
