@@ -41,11 +41,17 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where outcomes are remembered: $ENGINEWRIGHT_CACHE, or `enginewright` in $XDG_CACHE_HOME or ~/.cache."""
+    """Where outcomes are remembered: $ENGINEWRIGHT_CACHE, or `enginewright` in $XDG_CACHE_HOME or ~/.cache.
+
+    A user without a home, as containers have them, has a place that cannot be written.
+    """
     if own := os.environ.get("ENGINEWRIGHT_CACHE"):
         return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "enginewright"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    except RuntimeError:
+        base = os.devnull
+    return Path(base) / "enginewright"
 
 
 def require_goldens(artifact: Artifact, executor: Executor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -325,6 +326,16 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ENGINEWRIGHT_CACHE", str(tmp_path / "file" / "inside"))
+    enginewright.load(built).close()
+
+
+def test_a_user_without_a_home_can_load(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("ENGINEWRIGHT_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
     enginewright.load(built).close()
 
 
