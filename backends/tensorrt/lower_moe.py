@@ -30,7 +30,11 @@ def moe(low: Lowering, node: fx.Node, a: Args) -> Any:
     hidden = gated(low, _project(low, x, a, "gate_up"), a["activation"], a["alpha"], a["limit"])
     y = _project(low, hidden, a, "down")  # [E, T, H]
     shares = low.shuffle(_shares(low, a, y.shape[0]), first=(1, 0))  # [E, T]
-    weighed = low.elementwise("PROD", y, low.shuffle(shares, [0, 0, 1]))
+    shares = low.shuffle(shares, [0, 0, 1])
+    weighed = low.elementwise("PROD", y, shares)
+    # What an expert makes of a token that is not its own may be no number at all, and 0 * inf is none.
+    zero = low.number(0, 3)
+    weighed = low.select(low.elementwise("EQUAL", shares, zero), zero, weighed)
     return low.reduce("SUM", weighed, [0], keep=False)
 
 
