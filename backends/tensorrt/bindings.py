@@ -19,7 +19,8 @@ has. KV group g has a pool of Ng pages. The network has these inputs, all int32 
     logits [R, vocabulary]   output, float32
 
 The **zero page** is the last of a pool, one more than the runtime has asked for. It starts as zeros; only the padding of a step
-(metadata.py, `sequences`) is written there. So it is never NaN, and is read only where a mask hides it.
+(metadata.py, `sequences`) is written there, which may be NaN. It is read only where a mask hides it, and what is read becomes
+zeros.
 
 ## What a lowering may rely on (read from NVIDIA's documentation)
 
@@ -38,7 +39,7 @@ context_lens once a KV group and shared by its layers. The interpreter refuses L
 
 A hidden key is not a harmless one: softmax gives it the weight 0, and 0 * NaN is NaN. The slots past a sequence's context in its
 last page were never written, and may hold anything. So what is gathered passes a select that puts zeros in
-place of keys and values with j >= context_lens[s], before it is multiplied.
+place of keys and values with j >= context_lens[s], and of those in the zero page, before it is multiplied.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The pool's pages stand as a batch of KVCacheUpdate, and a step's rows, sorted by the page they go to, as its packed update. The
 output of that layer is the pool itself (its alias). Then pages are gathered, [S, kv heads, P·page, D], and slots past a
-sequence's context, which may hold anything, become zeros.
+sequence's context and of the zero page, which may hold anything, become zeros.
 
 **Fused** (one attention layer, which TensorRT computes in one kernel where it has one) with a boolean mask: causal, and the
 window where there is one. The masks are made once a KV group. Its causal option together with key_value_lengths is not used:
@@ -108,11 +108,21 @@ def _lengths(low: Lowering) -> Any:
 
 
 def _within(low: Lowering, group: int) -> Any:
-    """Whether a key lies within its sequence's context, bool [S, 1, 1, P·page]."""
+    """Whether a key lies within its sequence's context and in a page of its own, bool [S, 1, 1, P·page]."""
     key = ("within", group)
     if key not in low.shared:
-        low.shared[key] = low.elementwise("LESS", _key_positions(low, group), _lengths(low))
+        reached = low.elementwise("LESS", _key_positions(low, group), _lengths(low))
+        low.shared[key] = low.elementwise("AND", reached, _owned(low, group))
     return low.shared[key]
+
+
+def _owned(low: Lowering, group: int) -> Any:
+    """Whether a key's page is another than the zero page, the pool's last, bool [S, 1, 1, P·page]."""
+    pages = low.shuffle(low.length(low.inputs[f"page_first_{group}"], 0), [1, 1, 1, 1])
+    last = low.elementwise("SUB", pages, low.number(1, 4, "int32"))
+    table = low.shuffle(low.inputs[f"page_table_{group}"], [0, -1, 1, 1])  # [S, P, 1, 1]
+    slots = low.constant(np.ones((1, 1, 1, low.options.page_size), np.bool_), "slots of a page, all")
+    return low.shuffle(low.elementwise("AND", low.elementwise("LESS", table, last), slots), [0, 1, 1, -1])
 
 
 def _query_positions(low: Lowering) -> Any:
