@@ -43,14 +43,16 @@ def _asked(recipe: Recipe) -> Iterator[str]:
         yield f"embedding.weight {recipe.embedding.weight}"
     if recipe.router.weight == "bf16":  # what else a router may be, only a model that has one is asked
         yield "router.weight bf16"
-    matrices = {"linear": recipe.linear, "head": recipe.head}
-    matrices |= {f"overrides.{index}": item for index, item in enumerate(recipe.overrides)}
-    for key, matrix in matrices.items():
-        if matrix.weight == KEEP:
+    matrices = {
+        name: (m.weight, m.activation) for name, m in (("linear", recipe.linear), ("head", recipe.head))
+    }
+    matrices |= {f"overrides.{i}": (item.weight, item.activation) for i, item in enumerate(recipe.overrides)}
+    for key, (weight, wanted) in matrices.items():
+        if weight == KEEP:
             continue  # what a folder holds is seen in the network
-        if _lacks(matrix.weight) or matrix.weight == "f32":
-            yield f"{key}.weight {matrix.weight}"
-        elif (activation := recipe.activation_of(matrix.weight, matrix.activation)) not in _ACTIVATIONS:
+        if _lacks(weight) or weight == "f32":
+            yield f"{key}.weight {weight}"
+        elif (activation := recipe.activation_of(weight, wanted)) not in _ACTIVATIONS:
             yield f"{key}.activation {activation}"
     if recipe.outliers.threshold is not None:
         yield "outliers.threshold (columns in bf16)"
