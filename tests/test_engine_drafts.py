@@ -59,7 +59,7 @@ def drafter_of(engine: Engine) -> EngineDrafter:
     return drafter
 
 
-@pytest.mark.parametrize("recipe", ["int4", "bf16"])
+@pytest.mark.parametrize("recipe", ["int4", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_an_engine_drafts_for_another(plain, recipe):
     """The engine itself, of whose tokens all are accepted, and its bf16 original, of whose most are."""
     draft = engines.built("smollm2", recipe)

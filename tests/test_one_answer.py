@@ -11,7 +11,11 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.request import Request, SamplingOptions
 from tests import engines
 
-RECIPES = ["int4", "bf16", "bf16 kv_cache.format=int8"]  # with overrides
+RECIPES = [
+    "int4",
+    "bf16 kv_cache.format=int8",  # with an override
+    pytest.param("bf16", marks=pytest.mark.slow),
+]
 
 
 def bits(logits: np.ndarray) -> np.ndarray:
