@@ -1,16 +1,17 @@
 """What a build would take: a simple model of the few builds that docs/performance.md has measured, on two cores.
 
-    seconds = 7 + 0.22 · layers + 11.3 · parameters / 10^9                    capture, passes, lowering, verification
+    seconds = 13.4 + 0.22 · layers + 11.3 · parameters / 10^9                 capture, passes, lowering, verification
+            + 1.85e-7 · vocabulary · (329 + the longest window)               logits that verification compares
             + 1.2e-11 · tokens · numbers in linears                           the walk over calibration's tokens
             + 2.3e-10 · Σ outputs · inputs²                                   GPTQ's rounding
             + 2.2e-6 · numbers in linears · grid / 20 · tokens / 2,048        AWQ's or SmoothQuant's search
-    peak    = 1 GB + the engine's bytes + 10 bytes · numbers in the largest matrix
+    peak    = 1.3 GB + the engine's bytes + 4 bytes · numbers in the largest matrix
             + 8 bytes · vocabulary · (329 + the longest window)               logits that verification compares
             + 14 bytes · width · calibration's tokens                         at most 1.5 · calibration.memory
 
-Each line has one or two free numbers, from as many builds. It gives those builds' times back within a twentieth, their peaks
-from right to a quarter too high; for a model of another size, or another machine, expect a factor of two. More cores shorten
-calibration and verification, which this does not know.
+Each line has one or two free numbers, from as many builds; what calibration takes was measured with an earlier verification. For a
+model of another size, or another machine, expect a factor of two. More cores shorten calibration and verification, which this
+does not know.
 """
 
 from __future__ import annotations
@@ -42,12 +43,11 @@ def cost_of_build(structure: Structure, recipe: Recipe) -> BuildCost:
     """The expected cost of building an engine by a recipe."""
     facts = structure.facts
     linears = sum(count for (role, _), count in structure.weights.items() if role in ("linear", "experts"))
-    seconds = {
-        "capture, passes, lowering, verification": 7 + 0.22 * facts.num_layers + 11.3 * facts.parameters / 1e9
-    }
     window = max((attention.window for attention in structure.attentions), default=0)
-    logits = 8.0 * facts.vocab_size * min(_VERIFIED + window, facts.max_context)
-    peak = 1e9 + structure.engine_bytes + 10.0 * structure.largest + logits
+    logits = facts.vocab_size * min(_VERIFIED + window, facts.max_context)
+    usual = 13.4 + 0.22 * facts.num_layers + 11.3 * facts.parameters / 1e9 + 1.85e-7 * logits
+    seconds = {"capture, passes, lowering, verification": usual}
+    peak = 1.3e9 + structure.engine_bytes + 4.0 * structure.largest + 8.0 * logits
     notes = []
     if recipe.calibrates:
         tokens = recipe.calibration.samples * min(recipe.calibration.length, facts.max_context)
