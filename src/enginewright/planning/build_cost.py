@@ -9,9 +9,9 @@
             + 8 bytes · vocabulary · (329 + the longest window)               logits that verification compares
             + 14 bytes · width · calibration's tokens                         at most 1.5 · calibration.memory
 
-Each line has one or two free numbers, from as many builds; what calibration takes was measured with an earlier verification. For a
-model of another size, or another machine, expect a factor of two. More cores shorten calibration and verification, which this
-does not know.
+Each line has one or two free numbers, from as many builds; what calibration takes was measured with an earlier verification.
+For a model of another size, or another machine, expect a factor of two. More cores shorten calibration and verification, which
+this does not know.
 """
 
 from __future__ import annotations
