@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from enginewright.backends.artifact import Artifact
 from enginewright.backends.base import Executor
-from enginewright.backends.golden import GOLDEN, GoldenReport, check_golden, read_golden
+from enginewright.backends.golden import GOLDEN, read_golden
+from enginewright.backends.golden_check import GoldenReport, check_golden
 from enginewright.recipes.errors import ArtifactError, VerificationError
 
 from .facts import longest_context

@@ -19,7 +19,8 @@ import enginewright
 from enginewright.backends.artifact import open_engine
 from enginewright.backends.cpu import CpuBackend
 from enginewright.backends.cpu.executor import CpuExecutor
-from enginewright.backends.golden import Golden, check_golden, golden_sample, read_golden, write_golden
+from enginewright.backends.golden import Golden, golden_sample, read_golden, write_golden
+from enginewright.backends.golden_check import check_golden
 from enginewright.cli import engine as command
 from enginewright.recipes.errors import ArtifactError, VerificationError
 from enginewright.recipes.recipe import load_recipe

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from enginewright import __version__
 from enginewright.backends import writer_of
 from enginewright.backends.artifact import Artifact, open_engine
-from enginewright.backends.golden import GOLDEN, check_golden, read_golden
+from enginewright.backends.golden import GOLDEN, read_golden
+from enginewright.backends.golden_check import check_golden
 from enginewright.progress import Progress
 from enginewright.recipes.errors import ArtifactError, InputError
 from enginewright.recipes.recipe import Recipe

@@ -24,11 +24,11 @@ from enginewright.backends.artifact import Artifact
 from enginewright.backends.base import Executor
 from enginewright.backends.golden import (
     Rounding,
-    beyond_tolerance,
     divergence,
     golden_sample,
     write_golden,
 )
+from enginewright.backends.golden_check import beyond_tolerance
 from enginewright.backends.reference.executor import ReferenceExecutor
 from enginewright.runtime.engine import Engine
 
