@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from enginewright.recipes.errors import VerificationError
+from enginewright.runtime.first_load import STRUCTURE_ONLY
 
 if TYPE_CHECKING:
     from .bisection import Bisection
@@ -164,9 +165,8 @@ def verdict_of_build(manifest: Mapping[str, Any]) -> Check:
     recorded = manifest["verification"]
     failed = recorded["verdict"] == "failed"
     told = "; ".join(recorded.get("failures", ())) or "it failed"
-    return Check(
-        "build", "verdict of the build", not failed, told if failed else recorded["verdict"], "passed"
-    )
+    found = told if failed else recorded["verdict"]
+    return Check("build", "verdict of the build", not failed, found, f"passed, or {STRUCTURE_ONLY}")
 
 
 def junit(report: EngineReport) -> bytes:
