@@ -15,7 +15,7 @@ request may still have, but for those that come while it reads, is more than rea
 leaves, or what requests usually have, if that is less; one that has had more than usual may have as much again.
 
 Where nothing is worth proposing, a drafter that costs nothing is still compared with the tokens that come; any other is
-tried now and then, as long as what such attempts have lost stays under a small share of all time.
+tried now and then, as long as what such attempts have lost stays under a small share of the time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from .request import Request
 __all__ = ["Candidate", "CostModel", "DraftLength"]
 
 MARGIN = 1.03  # a gain below this is not worth the noise of its estimate
-LOSS_ALLOWED = 0.01  # share of all time that attempts may lose
-FIRST_LOSS = 0.05  # seconds that attempts may lose before there is any such time
+LOSS_ALLOWED = 0.01  # share of the time that attempts may lose
+FIRST_LOSS = 0.03  # seconds that they may lose once, before there is any such time; the most that is saved up for them
+_KEEP = 0.9999  # of time and losses, from step to step: about ten thousand steps count
 ATTEMPT = 2  # tokens of an attempt
 RECENT = 50  # requests whose lengths are of use
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # steps before an attempt; each that fails doubles it
@@ -137,8 +138,8 @@ class DraftLength:
         self._ended, self._usual = 0, 0.0  # requests, and about how many tokens one generates
         self._all: dict[int, _Chances] = {}
         self._own: dict[Request, dict[int, _Chances]] = {}
-        self._seconds = 0.0  # of all steps
-        self._lost = 0.0  # by what was proposed against plain steps, negative where it has won
+        self._seconds = 0.0  # of the steps, older ones fading
+        self._lost = -FIRST_LOSS  # by what was proposed against plain steps, fading alike; negative where it has won
         self._rest: dict[
             Request, tuple[int, int]
         ] = {}  # steps until the next attempt, and the pause after it
@@ -216,7 +217,7 @@ class DraftLength:
 
     def _attempt(self, candidates: Sequence[Candidate], lengths: list[int], cost: float) -> None:
         """Try a request that has rested for long enough, where the losses so far allow it."""
-        allowed = FIRST_LOSS + LOSS_ALLOWED * self._seconds - self._lost - cost
+        allowed = LOSS_ALLOWED * self._seconds - self._lost - cost
         for i, candidate in enumerate(candidates):
             steps, pause = self._rest.get(candidate.request, (FIRST_PAUSE, FIRST_PAUSE))
             if steps <= 0 and candidate.most and self._reading_takes(candidate) < allowed:
@@ -263,13 +264,13 @@ class DraftLength:
 
         It gave `gained` tokens beside one for each of the `sequences`. Returns the seconds that it saved against plain steps.
         """
-        self._seconds += seconds
+        self._seconds = self._seconds * _KEEP + seconds
+        self._lost *= _KEEP
         if not self.steps.known or (tokens == plain_tokens and (self.free or not drafting)):
             return 0.0
         if tokens == plain_tokens:  # it has read, and proposed nothing
             saved = -drafting
         else:
             saved = self.steps.seconds(plain_tokens) * (1 + gained / max(sequences, 1)) - seconds
-        self._lost = self._lost * 0.999 - saved
-        self._lost = max(self._lost, -FIRST_LOSS)
+        self._lost = max(self._lost - saved, -FIRST_LOSS)
         return saved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginewright.recipes.errors import RequestError
-from enginewright.runtime.draft_length import Candidate, CostModel, DraftLength
+from enginewright.runtime.draft_length import FIRST_LOSS, Candidate, CostModel, DraftLength
 from enginewright.runtime.loop import EngineLoop
 from enginewright.runtime.ngram import CANDIDATES, LONGEST, SHORTEST, NgramDrafter
 from enginewright.runtime.request import Request, SamplingOptions
@@ -285,6 +286,31 @@ def test_attempts_that_fail_lose_little():
         for _ in range(3000)
         if not chooser.observe_step(1, 0.1, 1, 1, 0)
     ), "it is never tried again"
+
+
+def test_attempts_that_sometimes_come_true_lose_little_either():
+    """Short answers, each a request of its own: a proposal that comes true now and then must not be an excuse for more."""
+    chooser = DraftLength(False, 8)
+    chance = random.Random(1)
+    total = lost = 0.0
+    for answer in range(60):
+        request, left = Request([answer]), 200
+        while left > 0:
+            (length,) = chooser.choose([Candidate(request, 8)], 1, 1)
+            step, drafting = 0.002 + 0.0001 * (1 + length), 0.001 * length
+            chooser.steps.observe(1 + length, step)
+            accepted = 0
+            if length:
+                chooser.drafting.observe(length, drafting)
+                while accepted < length and chance.random() < 0.25:
+                    accepted += 1
+                chooser.observe(request, 0, accepted, accepted < length)
+            chooser.observe_step(1 + length, step + drafting, 1, 1, accepted, drafting)
+            lost += step + drafting - 0.0021 * (1 + accepted)
+            total += step + drafting
+            left -= 1 + accepted
+        chooser.forget(request)
+    assert lost < 0.01 * total + FIRST_LOSS + 0.005, (lost, total)
 
 
 def test_costs_are_fitted():
