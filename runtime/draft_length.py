@@ -29,7 +29,9 @@ __all__ = ["Candidate", "CostModel", "DraftLength"]
 
 MARGIN = 1.03  # a gain below this is not worth the noise of its estimate
 LOSS_ALLOWED = 0.01  # share of the time that attempts may lose
-FIRST_LOSS = 0.03  # seconds that they may lose once, before there is any such time; the most that is saved up for them
+FIRST_LOSS = (
+    0.03  # seconds that they may lose once, before there is any such time; the most that is saved up for them
+)
 _KEEP = 0.9999  # of time and losses, from step to step: about ten thousand steps count
 ATTEMPT = 2  # tokens of an attempt
 RECENT = 50  # requests whose lengths are of use
@@ -139,7 +141,9 @@ class DraftLength:
         self._all: dict[int, _Chances] = {}
         self._own: dict[Request, dict[int, _Chances]] = {}
         self._seconds = 0.0  # of the steps, older ones fading
-        self._lost = -FIRST_LOSS  # by what was proposed against plain steps, fading alike; negative where it has won
+        self._lost = (
+            -FIRST_LOSS
+        )  # by what was proposed against plain steps, fading alike; negative where it has won
         self._rest: dict[
             Request, tuple[int, int]
         ] = {}  # steps until the next attempt, and the pause after it
